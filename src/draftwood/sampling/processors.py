@@ -1,0 +1,59 @@
+"""From a node's logits to the distribution its token is drawn from.
+
+The order is transformers': temperature, top-k, top-p, min-p. Every function takes and returns
+log-probabilities or logits of shape [V], with dropped tokens at minus infinity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.sampling.params import SamplingParams
+
+_NEG_INF = float("-inf")
+
+
+def log_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The logarithm of the distribution that `params` makes of `logits`.
+
+    Args:
+        logits: [V] float, as the model gives them.
+        params: with a temperature above 0.
+
+    Returns:
+        [V] float32 log-probabilities; a dropped token has minus infinity. Not renormalised after
+        dropping, which changes no argmax.
+    """
+    scores = torch.log_softmax(logits.float() / params.temperature, dim=-1)
+    if params.top_k > 0:
+        scores = keep_top_k(scores, params.top_k)
+    if params.top_p < 1:
+        scores = keep_top_p(scores, params.top_p)
+    if params.min_p > 0:
+        scores = keep_min_p(scores, params.min_p)
+    return scores
+
+
+def keep_top_k(scores: Tensor, k: int) -> Tensor:
+    """Drops all but the k highest; ties with the k-th stay, as in transformers."""
+    if k >= scores.shape[-1]:
+        return scores
+    threshold = torch.topk(scores, k).values[-1]
+    return scores.masked_fill(scores < threshold, _NEG_INF)
+
+
+def keep_top_p(scores: Tensor, p: float) -> Tensor:
+    """Keeps the fewest of the most likely tokens whose probability together reaches `p`."""
+    values, order = torch.sort(scores, descending=True, stable=True)
+    # In float64: the sum over a large vocabulary must not decide by its rounding.
+    probs = torch.softmax(values.double(), dim=-1)
+    before = torch.cumsum(probs, dim=-1) - probs
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(0, order, before >= p)
+    return scores.masked_fill(dropped, _NEG_INF)
+
+
+def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
+    """Drops tokens less likely than `min_p` times the most likely one."""
+    threshold = scores.max() + torch.log(torch.tensor(min_p, dtype=scores.dtype)).to(scores.device)
+    return scores.masked_fill(scores < threshold, _NEG_INF)

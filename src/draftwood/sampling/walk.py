@@ -1,0 +1,81 @@
+"""The one verifier: the target picks a token at a node, the walk follows the child that has it.
+
+A drafter only decides which nodes exist. What is picked at a node depends on the target's logits
+there, the request's parameters and the noise at (seed, position, token), so the tree's shape can
+shorten a walk but never change the tokens it yields. With temperature 0 this is greedy tree
+verification; above it, sample-and-match with shared Gumbel noise (Daliri, Musco, Suresh 2024,
+"Coupling without communication and drafter-invariant speculative decoding").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.sampling.noise import gumbel
+from draftwood.sampling.params import SamplingParams
+from draftwood.sampling.processors import log_probs
+from draftwood.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided about one tree.
+
+    Attributes:
+        path: node indices that are right, from the root (0) down; increasing.
+        tokens: what they yield: the tokens of `path[1:]` and then the bonus token.
+        num_drafted: nodes in the tree, the root not counted.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    num_drafted: int
+
+    @property
+    def next_token(self) -> int:
+        """The bonus token: the target's own choice after the last accepted node."""
+        return self.tokens[-1]
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were right; the bonus token is not counted."""
+        return len(self.path) - 1
+
+
+def walk(tree: TokenTree, pick: Callable[[int, int], int]) -> Verdict:
+    """Follows the target's choices down the tree until one has no node.
+
+    Args:
+        tree: what was verified.
+        pick: `pick(node, depth)` is the token the target chooses after `node`.
+    """
+    node, path, tokens = 0, [0], []
+    while True:
+        token = pick(node, len(path) - 1)
+        tokens.append(token)
+        child = tree.child(node, token)
+        if child is None:
+            return Verdict(tuple(path), tuple(tokens), len(tree) - 1)
+        path.append(child)
+        node = child
+
+
+def choose(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    """The target's token at one node.
+
+    Args:
+        logits: [V].
+        params: of the request.
+        seed: of the request's noise.
+        position: of the token that is chosen, counted from the start of the prompt.
+    """
+    if params.greedy:
+        return int(logits.argmax())
+    scores = log_probs(logits, params)
+    kept = torch.nonzero(scores > float("-inf")).squeeze(-1)
+    keys = scores[kept].double() + gumbel(seed, position, kept)
+    return int(kept[keys.argmax()])
