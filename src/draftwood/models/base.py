@@ -1,0 +1,54 @@
+"""What the engine knows of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwood.attention import Batch
+from draftwood.kv import KVSpec, Plane
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Facts about a loaded model.
+
+    Attributes:
+        name: what the user called it.
+        fingerprint: changes whenever its KV would.
+        vocab_size: width of its logits.
+        max_model_len: the longest sequence its positions allow.
+        num_parameters: weights, tied ones counted once.
+        kv: shape of its KV.
+        dtype: of its activations.
+        device: where it runs.
+        quantization: the scheme of its weights, or "none".
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    num_parameters: int
+    kv: KVSpec
+    dtype: torch.dtype
+    device: torch.device
+    quantization: str = "none"
+
+
+class Model(Protocol):
+    """A causal language model that can run a packed batch of trees."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about the model."""
+
+    def forward(self, batch: Batch, plane: Plane) -> Tensor:
+        """Runs the batch, writing its KV to `plane`.
+
+        Returns:
+            [len(batch.logit_rows), vocab_size] float32 logits.
+        """

@@ -1,0 +1,73 @@
+"""float32 linear layers on CPU with weights laid out once for the matrix kernel.
+
+`F.linear` lays the weights out anew at every call when it gets 2 to 16 rows, which makes verifying
+4 tokens cost 4 plain steps. oneDNN's kernel takes weights that were laid out before: then 16 rows
+cost little more than one. PyTorch has it as the operator its own compiler uses when it freezes a
+model. Measured in docs/benchmarks.md.
+
+Its result for a row has the same bits for any number of rows from 2 on; a single row takes another
+path, so it is run as two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_EXPECTED_ROWS = 16
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference, float32, on CPU.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        single = rows.shape[0] == 1
+        if single:
+            rows = rows.expand(2, -1).contiguous()
+        y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        if single:
+            y = y[:1]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, as `nn.Linear` shows them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def packing_available() -> bool:
+    """Whether this PyTorch has the operator and the CPU kernel behind it."""
+    try:
+        with torch.inference_mode():
+            layer = PackedLinear(torch.eye(4), None)
+            return bool(torch.equal(layer(torch.eye(4)), torch.eye(4)))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replaces every float32 `nn.Linear` below `module`; returns how many.
+
+    The original weights are given up, unless they are tied to something else (an embedding).
+    """
+    if not packing_available():
+        return 0
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                count += 1
+    return count
