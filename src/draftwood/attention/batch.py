@@ -22,11 +22,12 @@ class Segment:
     """One sequence's rows in a packed batch.
 
     Attributes:
-        start, stop: its rows.
-        context: tokens before the first row, all of whose KV is computed.
-        slots: where positions 0 .. context + T lie; the last T are written by this forward.
-        depths: [T] depth of each row's node; its position is `context + depth`.
-        ancestors: [T, T] booleans, None for a chain.
+        start, stop: its rows, T of them.
+        context: tokens before the root, all of whose KV is computed and seen by every row.
+        slots: where the context and then the P nodes of the tree lie; the last T are written by
+            this forward. P > T when a tree is grown level by level and its upper part has KV.
+        depths: [P] depth of each node; its position is `context + depth`.
+        ancestors: [T, P] booleans, None for a chain.
     """
 
     start: int
@@ -44,14 +45,19 @@ class Segment:
         """T, the number of new nodes."""
         return self.stop - self.start
 
+    @property
+    def num_nodes(self) -> int:
+        """P, the number of nodes behind the context."""
+        return int(self.depths.shape[0])
+
     def bias(self, window: int | None) -> tuple[int, Tensor | None, Tensor | None]:
         """What a layer with a sliding `window` (None: all is seen) must hide.
 
         Returns:
             `first`: positions before it are seen by no row, so they need not be read.
             `head`: [T, m] additive bias for positions `first .. first + m`, or None.
-            `tail`: [T, T] additive bias among the new nodes, or None. The context between the two
-            is seen by every row: no mask of the context's length is ever built.
+            `tail`: [T, P] additive bias for the nodes behind the context, or None. What lies
+            between the two is seen by every row: no mask of the context's length is ever built.
         """
         if window not in self._biases:
             self._biases[window] = self._make_bias(window)
@@ -61,11 +67,12 @@ class Segment:
         seen = self._seen()
         if window is None:
             return 0, None, _additive(seen)
+        row_depths = self.depths[self.num_nodes - self.num_rows :]
         first = max(0, self.context - window + 1)
-        far = self.depths[:, None] - self.depths[None, :] >= window
+        far = row_depths[:, None] - self.depths[None, :] >= window
         tail = None if seen is None else _additive(seen & ~far)
         # Row i sees positions above context + depth - window.
-        lowest = self.context + self.depths - window + 1
+        lowest = self.context + row_depths - window + 1
         width = min(max(int(lowest.max()) - first, 0), self.context - first)
         if width == 0:
             return first, None, tail
@@ -73,14 +80,13 @@ class Segment:
         return first, _additive(columns[None, :] >= lowest[:, None]), tail
 
     def _seen(self) -> Tensor | None:
-        if self.num_rows == 1:
-            return None
         if self.ancestors is not None:
             return self.ancestors
-        ones = torch.ones(
-            self.num_rows, self.num_rows, dtype=torch.bool, device=self.depths.device
-        )
-        return ones.tril()
+        if self.num_rows == 1:
+            return None
+        shape = (self.num_rows, self.num_nodes)
+        ones = torch.ones(shape, dtype=torch.bool, device=self.depths.device)
+        return ones.tril(self.num_nodes - self.num_rows)
 
 
 def _additive(seen: Tensor | None) -> Tensor | None:
@@ -120,7 +126,8 @@ class Work:
         lease: its KV, with room for the new rows.
         context: tokens whose KV is computed.
         tokens: [T] new token ids.
-        tree: the topology of `tokens`, None for a chain.
+        tree: the tree whose last T nodes they are, None for a chain of them alone. Its nodes
+            before those have KV already, at the slots behind the context.
         logit_rows: which of the T rows want logits.
     """
 
@@ -129,6 +136,11 @@ class Work:
     tokens: Sequence[int]
     tree: TokenTree | None
     logit_rows: Sequence[int]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node behind the context."""
+        return self.tree.depths if self.tree else tuple(range(len(self.tokens)))
 
 
 def pack(works: Sequence[Work], device: torch.device) -> Batch:
@@ -139,11 +151,10 @@ def pack(works: Sequence[Work], device: torch.device) -> Batch:
     rows: list[int] = []
     for work in works:
         start = len(ids)
-        depths = work.tree.depths if work.tree else range(len(work.tokens))
         ids.extend(work.tokens)
-        positions.extend(work.context + depth for depth in depths)
+        positions.extend(work.context + depth for depth in work.depths[-len(work.tokens) :])
         rows.extend(start + row for row in work.logit_rows)
-        segments.append(_segment(work, start, list(depths), device))
+        segments.append(_segment(work, start, device))
     return Batch(
         torch.tensor(ids, device=device),
         torch.tensor(positions, device=device),
@@ -152,16 +163,16 @@ def pack(works: Sequence[Work], device: torch.device) -> Batch:
     )
 
 
-def _segment(work: Work, start: int, depths: list[int], device: torch.device) -> Segment:
-    num_rows = len(work.tokens)
+def _segment(work: Work, start: int, device: torch.device) -> Segment:
+    num_rows, num_nodes = len(work.tokens), len(work.depths)
     ancestors = None
     if work.tree is not None and not work.tree.is_chain:
-        ancestors = torch.from_numpy(work.tree.mask()).to(device)
+        ancestors = torch.from_numpy(work.tree.mask()[num_nodes - num_rows :]).to(device)
     return Segment(
         start,
         start + num_rows,
         work.context,
-        work.lease.slots(0, work.context + num_rows),
-        torch.tensor(depths, device=device),
+        work.lease.slots(0, work.context + num_nodes),
+        torch.tensor(work.depths, device=device),
         ancestors,
     )

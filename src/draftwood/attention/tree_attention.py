@@ -75,7 +75,7 @@ def _attend(
     tail: Tensor | None,
     rule: AttentionRule,
 ) -> Tensor:
-    """One sequence: [T, H, D] queries over [S, Hkv, D] keys; the last T keys are the new nodes."""
+    """One sequence: [T, H, D] queries over [S, Hkv, D] keys, the tree's nodes last."""
     num_rows, num_heads, key_dim = queries.shape
     num_keys, num_kv_heads, value_dim = values.shape
     groups = num_heads // num_kv_heads
@@ -88,7 +88,7 @@ def _attend(
     if head is not None:
         scores[..., : head.shape[1]] += head
     if tail is not None:
-        scores[..., num_keys - num_rows :] += tail
+        scores[..., num_keys - tail.shape[1] :] += tail
     weights = _softmax(scores, rule.sinks).to(values.dtype)
     weights = weights.view(num_kv_heads, groups * num_rows, num_keys)
     mixed = torch.bmm(weights, values.permute(1, 0, 2))
@@ -107,8 +107,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 def _tail(segment: Segment) -> Slots:
     """The slots of a segment's new rows."""
     if isinstance(segment.slots, slice):
-        return slice(segment.slots.start + segment.context, segment.slots.stop)
-    return segment.slots[segment.context :]
+        return slice(segment.slots.stop - segment.num_rows, segment.slots.stop)
+    return segment.slots[-segment.num_rows :]
 
 
 def _from(slots: Slots, first: int) -> Slots:

@@ -1,0 +1,6 @@
+"""Text: tokenizer and incremental detokenizer."""
+
+from draftwood.text.detokenizer import Detokenizer
+from draftwood.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "Tokenizer"]

@@ -1,0 +1,103 @@
+"""Text to token ids and back, with transformers' tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftwood.errors import ModelError, PromptError
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Args:
+        backend: a transformers tokenizer.
+        eos_token_ids: tokens that end a text; None takes the tokenizer's own.
+    """
+
+    def __init__(self, backend: Any, eos_token_ids: Sequence[int] | None = None) -> None:
+        self._backend = backend
+        own = () if backend.eos_token_id is None else (backend.eos_token_id,)
+        self.eos_token_ids = frozenset(own if eos_token_ids is None else eos_token_ids)
+        self.special_ids = frozenset(backend.all_special_ids)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Reads the tokenizer of a model folder.
+
+        Raises:
+            ModelError: the folder has none, or it cannot be read.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            backend = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            line = (str(error).strip().splitlines() or ["unreadable"])[0]
+            raise ModelError(f"{path}: no usable tokenizer in this folder ({line})") from error
+        return cls(backend, _eos_token_ids(path, backend))
+
+    def __len__(self) -> int:
+        return len(self._backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it are recognised."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [int(token) for token in ids]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `tokens`, never cleaned up: what was generated is what is shown."""
+        text: str = self._backend.decode(
+            list(tokens),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation is written."""
+        return bool(self._backend.chat_template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            PromptError: the model has no chat template, or the template refuses the messages.
+        """
+        import jinja2
+
+        if not self.has_chat_template:
+            raise PromptError(
+                "this model has no chat template: use generate with a plain prompt instead"
+            )
+        try:
+            text = self._backend.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
+            raise PromptError(f"the chat template refuses these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def token_strings(self) -> list[str | None]:
+        """The vocabulary's own spelling of each id; None for ids without one."""
+        return list(self._backend.convert_ids_to_tokens(range(len(self))))
+
+
+def _eos_token_ids(path: Path, backend: Any) -> list[int] | None:
+    """End tokens by generation_config.json, which may name several, then by the tokenizer."""
+    try:
+        config = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    ids = config.get("eos_token_id")
+    if ids is None:
+        return None
+    ids = [ids] if isinstance(ids, int) else list(ids)
+    own = backend.eos_token_id
+    return ids if own is None or own in ids else [*ids, own]
