@@ -1,0 +1,1 @@
+"""Drafters: who proposes the tree."""
