@@ -59,8 +59,9 @@ class SuffixAutomaton:
         for _ in range(_MAX_CHAIN):
             if state <= 0:
                 return
-            follow = self._follow[state]
+            follow = self._follow[state] or self._only_follower(state)
             follow[token] = follow.pop(token, 0) + 1
+            self._follow[state] = follow
             state = self._link[state]
 
     def _suffix_state(self, state: int, token: int) -> int:

@@ -54,6 +54,11 @@ class Lease:
             lease.draft_length = match.num_draft_blocks * pool.block_size
         return lease
 
+    def reopen(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
+        """A new lease on the same pool, with what the prefix index has of `tokens` by now."""
+        self.close()
+        return Lease.open(self._pool, self._prefix, tokens, salt)
+
     @property
     def capacity(self) -> int:
         """Slots held, used or not."""

@@ -100,6 +100,12 @@ class TokenTree:
         ranked = sorted(range(len(self)), key=lambda i: (-self.scores[i], depths[i], i))
         return self.keep(ranked[: max(n, 1)])
 
+    def clip(self, depth: int) -> TokenTree:
+        """The nodes down to `depth`."""
+        if max(self.depths) <= depth:
+            return self
+        return self.keep(node for node, d in enumerate(self.depths) if d <= depth)
+
     def keep(self, nodes: Iterable[int]) -> TokenTree:
         """The subtree of `nodes`, which must hold the root and be closed under parents."""
         kept = sorted(set(nodes))

@@ -1,0 +1,43 @@
+"""Settings of an engine. Unknown or impossible ones are errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftwood.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits and switches.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_batch_tokens: most rows of one forward; longer prompts are computed in chunks.
+        max_tree_nodes: most draft nodes per request and round; 0 decodes plainly.
+        block_size: slots of a KV block.
+        kv_memory: bytes for KV; None takes what one full context needs, within a quarter of the
+            memory that is free.
+        adaptive: choose tree sizes by measured cost; False verifies all that is proposed.
+        debug_kv: fill slots that hold nothing with NaN.
+    """
+
+    max_num_seqs: int = 16
+    max_batch_tokens: int = 512
+    max_tree_nodes: int = 32
+    block_size: int = 16
+    kv_memory: int | None = None
+    adaptive: bool = True
+    debug_kv: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_num_seqs", 1),
+            ("max_batch_tokens", 1),
+            ("max_tree_nodes", 0),
+            ("block_size", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if self.kv_memory is not None and self.kv_memory <= 0:
+            raise ConfigError(f"kv_memory is {self.kv_memory}: it must be a number of bytes above 0")

@@ -1,0 +1,100 @@
+"""How many nodes a round verifies.
+
+The controller knows what a forward costs by its number of rows (measured at the start, corrected as
+rounds go by) and how far the drafter's promises were kept. From both it takes the size that
+maximises expected tokens per second. Nothing is a legal choice: then the round is plain decoding,
+and small probes find out, ever more rarely, whether drafting has become worthwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from draftwood.tree import TokenTree
+from draftwood.tree.shape import CostTable, best_sizes
+from draftwood.tree.token_tree import pack_best
+
+_PROBE_NODES = 2
+_MAX_REST = 64
+
+
+@dataclass(slots=True)
+class Controller:
+    """Chooses tree sizes.
+
+    Attributes:
+        cost: seconds of a target forward by rows; None verifies whatever is proposed.
+        max_nodes: most draft nodes per sequence and round.
+        trust: accepted draft tokens over promised ones, as a moving average.
+        draft_s: seconds of drafting a round, as a moving average.
+    """
+
+    cost: CostTable | None
+    max_nodes: int
+    trust: float = 1.0
+    draft_s: float = 0.0
+    sizes: dict[int, int] = field(default_factory=dict)
+    _resting: int = 0
+    _rest: int = 0
+
+    def budget(self) -> int:
+        """Draft nodes a sequence may propose in this round; 0 while drafting rests."""
+        if self._resting > 0:
+            self._resting -= 1
+            return 0
+        return self.max_nodes
+
+    def choose(self, trees: Sequence[TokenTree], other_rows: int) -> list[TokenTree]:
+        """Cuts the proposed trees to the size that pays."""
+        proposed = sum(len(tree) - 1 for tree in trees)
+        if proposed == 0 or self.cost is None:
+            return list(trees)
+        size = best_sizes(
+            trees, self.cost, trust=self.trust, other_rows=other_rows, overhead_s=self.draft_s
+        )
+        self.sizes[size] = self.sizes.get(size, 0) + 1
+        if size == 0:
+            return self._probe_or_rest(trees)
+        self._rest = 0
+        return pack_best(trees, size)
+
+    def observe(self, trees: Sequence[TokenTree], num_accepted: int, draft_s: float) -> None:
+        """Learns from a round in which something was drafted."""
+        promised = sum(sum(tree.scores[1:]) for tree in trees)
+        if promised > 0:
+            # Weighted by the promise: a round that promised little says little.
+            weight = min(0.05 * promised, 0.2)
+            self.trust += weight * (min(num_accepted / promised, 2.0) - self.trust)
+        self.draft_s += 0.1 * (draft_s - self.draft_s)
+
+    def _probe_or_rest(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Drafting does not pay now: rest twice as long as last time, after one small probe."""
+        self._rest = min(max(2 * self._rest, 1), _MAX_REST)
+        self._resting = self._rest
+        return pack_best(trees, _PROBE_NODES)
+
+
+def measure_cost(
+    forward: Callable[[int], float], sizes: Sequence[int], budget_s: float
+) -> CostTable:
+    """Times forwards of growing numbers of rows, until the time is used up.
+
+    Args:
+        forward: runs a forward with that many rows and returns its seconds.
+        sizes: numbers of rows, ascending.
+        budget_s: seconds after which no larger size is tried.
+    """
+    forward(sizes[0])  # the first run pays for lazy initialisation
+    rows: list[int] = []
+    seconds: list[float] = []
+    spent = 0.0
+    for size in sizes:
+        times = [forward(size) for _ in range(2)]
+        spent += sum(times)
+        rows.append(size)
+        # More rows never cost less: a faster reading of a larger size is noise.
+        seconds.append(max(min(times), seconds[-1] if seconds else 0.0))
+        if spent > budget_s:
+            break
+    return CostTable(tuple(rows), tuple(seconds))

@@ -1,0 +1,262 @@
+"""The engine: rounds over token trees.
+
+A round is: propose trees, run the target once over all sequences, walk each tree, commit the
+accepted paths. Plain decoding is the tree of one node. There is no prefill phase: a sequence has
+tokens and computed tokens, and what is missing is work for the next forward.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Seq
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from draftwood.attention import Work, pack
+from draftwood.config import EngineConfig
+from draftwood.draft.base import Drafter, NoDrafter, Outcome
+from draftwood.draft.guard import GuardedDrafter
+from draftwood.engine.controller import Controller, measure_cost
+from draftwood.engine.observers import Observer, Round
+from draftwood.engine.scheduler import Job, Scheduler
+from draftwood.engine.sequence import Sequence
+from draftwood.errors import ConfigError, PromptError
+from draftwood.kv import BlockPool, Lease, PrefixIndex
+from draftwood.models.base import Model
+from draftwood.sampling import SamplingParams, choose, walk
+from draftwood.text import Detokenizer, Tokenizer
+from draftwood.tree import TokenTree
+from draftwood.tree.shape import CostTable
+
+_COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_COST_BUDGET_S = 2.0
+
+
+class Engine:
+    """Runs requests to their end, many at a time.
+
+    Args:
+        model: the target.
+        tokenizer: of the target.
+        drafter: who proposes; any drafter gives the same text.
+        pool: KV memory, with a draft plane if the drafter has a model.
+        config: limits and switches.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        drafter: Drafter,
+        pool: BlockPool,
+        config: EngineConfig,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = GuardedDrafter(drafter, model.spec.vocab_size)
+        self.pool = pool
+        self.config = config
+        self.observers: list[Observer] = []
+        self.prefix = PrefixIndex(pool, model.spec.fingerprint.encode())
+        speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
+        cost = self._measure_cost() if speculative and config.adaptive else None
+        self.controller = Controller(cost, config.max_tree_nodes)
+        self._scheduler = Scheduler(config, self.drafter)
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self._scheduler.has_work
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that fits the model's positions and the KV pool."""
+        slots = (self.pool.num_blocks - 1) * self.pool.block_size
+        return min(self.model.spec.max_model_len, slots)
+
+    def add(
+        self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None = None
+    ) -> Sequence:
+        """Queues a request.
+
+        Raises:
+            PromptError: the prompt is empty, holds ids the model does not know, or leaves no room.
+        """
+        self._check_prompt(prompt_ids)
+        length = self._length(len(prompt_ids), params)
+        self._num_requests += 1
+        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            prompt_ids,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        seq = Sequence(
+            request_id=request_id or f"request-{self._num_requests}",
+            tokens=list(prompt_ids),
+            num_prompt_tokens=len(prompt_ids),
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            max_length=length,
+            detokenizer=detokenizer,
+            lease=Lease(self.pool, self.prefix),
+        )
+        self._scheduler.add(seq)
+        return seq
+
+    def abort(self, seq: Sequence) -> None:
+        """Ends a request now; what it generated stays readable and its memory is freed."""
+        if not seq.finished:
+            seq.finish("abort")
+            self._scheduler.retire(seq)
+
+    def step(self) -> list[Sequence]:
+        """One round; returns the sequences that got tokens, finished ones included."""
+        marks = [perf_counter()]
+        jobs = self._scheduler.plan(self._propose)
+        marks.append(perf_counter())
+        logits = self._forward(jobs)
+        marks.append(perf_counter())
+        done = [(job, rows) for job, rows in zip(jobs, logits, strict=True) if job.tree]
+        outcomes = [self._verify(job, rows) for job, rows in done]
+        marks.append(perf_counter())
+        for job in jobs:
+            if job.tree is None:
+                job.seq.lease.commit(range(len(job.work.tokens)))
+        outcomes = [self._commit(job, o) for (job, _), o in zip(done, outcomes, strict=True)]
+        marks.append(perf_counter())
+        self._learn([job for job, _ in done], outcomes)
+        marks.append(perf_counter())
+        self._report(jobs, outcomes, marks)
+        changed = [job.seq for job, _ in done]
+        for seq in changed:
+            if seq.finished:
+                self._scheduler.retire(seq)
+        return changed
+
+    def _check_prompt(self, prompt_ids: Seq[int]) -> None:
+        if not prompt_ids:
+            raise PromptError("the prompt is empty: give at least one token")
+        vocab_size = self.model.spec.vocab_size
+        for token in prompt_ids:
+            if not 0 <= token < vocab_size:
+                raise PromptError(
+                    f"token id {token} does not exist: the vocabulary has {vocab_size} ids"
+                )
+
+    def _length(self, num_prompt: int, params: SamplingParams) -> int:
+        """The most tokens the sequence may have, prompt included."""
+        limit = self.max_length
+        if num_prompt >= limit:
+            raise PromptError(
+                f"the prompt has {num_prompt} tokens, and the context holds {limit} with at least "
+                "one to generate: shorten it"
+            )
+        if params.max_tokens is None:
+            return limit
+        if num_prompt + params.max_tokens > limit:
+            raise ConfigError(
+                f"max_tokens is {params.max_tokens}: after a prompt of {num_prompt} tokens the "
+                f"context of {limit} has room for {limit - num_prompt}"
+            )
+        return num_prompt + params.max_tokens
+
+    def _propose(self, seqs: Seq[Sequence], other_rows: int) -> list[TokenTree]:
+        """One tree per sequence that decodes, cut to what pays."""
+        budget = self.controller.budget()
+        budgets = [_budget(seq, budget) for seq in seqs]
+        trees = self.drafter.propose(seqs, budgets)
+        # The last token of a sequence needs no node: it is the bonus token.
+        trees = [
+            tree.clip(max(seq.max_length - len(seq.tokens) - 1, 0))
+            for seq, tree in zip(seqs, trees, strict=True)
+        ]
+        return self.controller.choose(trees, other_rows)
+
+    def _forward(self, jobs: Seq[Job]) -> list[Tensor]:
+        """The target's logits for each job's wanted rows."""
+        if not jobs:
+            return []
+        batch = pack([job.work for job in jobs], self.pool.device)
+        logits = self.model.forward(batch, self.pool.target)
+        return list(logits.split([len(job.work.logit_rows) for job in jobs]))
+
+    def _verify(self, job: Job, logits: Tensor) -> Outcome:
+        """Walks one tree by the target's choices."""
+        assert job.tree is not None
+        seq, length = job.seq, len(job.seq.tokens)
+        if seq.params.greedy and logits.is_cuda:
+            best = logits.argmax(dim=-1).tolist()  # one transfer for all nodes
+            verdict = walk(job.tree, lambda node, depth: best[node])
+        else:
+            verdict = walk(
+                job.tree,
+                lambda node, depth: choose(logits[node], seq.params, seq.seed, length + depth),
+            )
+        return Outcome(job.tree, verdict, verdict.tokens, logits)
+
+    def _commit(self, job: Job, outcome: Outcome) -> Outcome:
+        """Appends what the stop rules leave, then keeps the KV of just that."""
+        seq, verdict = job.seq, outcome.verdict
+        num_before = len(job.work.tokens) - len(outcome.tree)  # prompt rows in front of the root
+        kept = seq.append(verdict.tokens)
+        seq.metrics.count_round(verdict.num_drafted, min(kept, verdict.num_accepted))
+        path = [num_before + node for node in verdict.path[:kept]]
+        seq.lease.commit([*range(num_before), *path])
+        return Outcome(outcome.tree, verdict, verdict.tokens[:kept], outcome.logits)
+
+    def _learn(self, jobs: Seq[Job], outcomes: Seq[Outcome]) -> None:
+        # A prompt's last chunk drafted nothing, but its tokens and logits are news all the same.
+        self.drafter.observe([job.seq for job in jobs], outcomes)
+
+    def _report(self, jobs: Seq[Job], outcomes: Seq[Outcome], marks: Seq[float]) -> None:
+        plan, target, verify, commit, learn = (
+            b - a for a, b in zip(marks, marks[1:], strict=False)
+        )
+        drafted = [o for o in outcomes if len(o.tree) > 1]
+        if drafted:
+            accepted = sum(o.verdict.num_accepted for o in drafted)
+            self.controller.observe([o.tree for o in drafted], accepted, plan + learn)
+        round_ = Round(
+            request_ids=tuple(job.seq.request_id for job in jobs if job.tree),
+            outcomes=tuple(outcomes),
+            num_rows=sum(len(job.work.tokens) for job in jobs),
+            num_prefill_rows=sum(job.num_prefill_rows for job in jobs),
+            draft_s=plan + learn,
+            target_s=target,
+            verify_s=verify,
+            commit_s=commit,
+        )
+        for observer in self.observers:
+            observer.on_round(round_)
+
+    def _measure_cost(self) -> CostTable:
+        """Times forwards of this model on this machine."""
+        lease = Lease(self.pool)
+        lease.reserve(min(max(_COST_SIZES), self.max_length))
+        sizes = [size for size in _COST_SIZES if size <= lease.capacity]
+
+        def forward(size: int) -> float:
+            batch = pack([Work(lease, 0, [0] * size, None, range(size))], self.pool.device)
+            begin = perf_counter()
+            self.model.forward(batch, self.pool.target)
+            if self.pool.device.type == "cuda":
+                torch.cuda.synchronize(self.pool.device)
+            return perf_counter() - begin
+
+        table = measure_cost(forward, sizes, _COST_BUDGET_S)
+        lease.close()
+        return table
+
+
+def _budget(seq: Sequence, budget: int) -> int:
+    """Draft nodes this sequence may propose."""
+    if not seq.params.speculation:
+        return 0
+    own = seq.params.max_tree_nodes
+    return budget if own is None else min(budget, own)

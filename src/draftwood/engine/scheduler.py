@@ -1,0 +1,159 @@
+"""Who gets which rows of the next forward.
+
+Sequences that decode go first, so that a long prompt never starves them; what is left of the row
+budget computes prompts in chunks. When KV runs out, the youngest sequence gives its blocks back and
+waits; its tokens stay, so it resumes where it was and its text does not change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+from draftwood.attention import Work
+from draftwood.config import EngineConfig
+from draftwood.draft.base import Drafter
+from draftwood.engine.sequence import Sequence, Status
+from draftwood.errors import CapacityError
+from draftwood.kv import Lease
+from draftwood.tree import TokenTree
+
+Propose = Callable[[Seq[Sequence], int], list[TokenTree]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence's share of a forward.
+
+    Attributes:
+        seq: whose.
+        work: what to compute.
+        tree: what to walk afterwards; None for a chunk that does not reach the prompt's end.
+        num_prefill_rows: rows that compute known tokens other than a root.
+    """
+
+    seq: Sequence
+    work: Work
+    tree: TokenTree | None
+    num_prefill_rows: int
+
+
+class Scheduler:
+    """Queues, admits, plans and retires sequences.
+
+    Args:
+        config: limits.
+        drafter: told when a sequence starts and stops.
+    """
+
+    def __init__(self, config: EngineConfig, drafter: Drafter) -> None:
+        self._config = config
+        self._drafter = drafter
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold KV."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence."""
+        self._waiting.append(seq)
+
+    def retire(self, seq: Sequence) -> None:
+        """Lets go of a finished sequence: publishes its KV for reuse and frees the rest."""
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+            return
+        self._running.remove(seq)
+        self._drafter.stop(seq)
+        seq.lease.truncate(min(seq.lease.length, len(seq.tokens)))
+        seq.lease.publish(seq.tokens)
+        seq.lease.close()
+
+    def plan(self, propose: Propose) -> list[Job]:
+        """Decides the next forward, with room for all of it reserved."""
+        self._admit()
+        decoding = [seq for seq in self._running if seq.num_missing == 1]
+        rows_left = max(self._config.max_batch_tokens - len(decoding), 0)
+        prefills = self._prefill_sizes(rows_left)
+        trees = propose(decoding, sum(prefills.values())) if decoding else []
+        by_id = {seq.request_id: tree for seq, tree in zip(decoding, trees, strict=True)}
+        jobs = []
+        for seq in list(self._running):
+            if seq.request_id in by_id:
+                job = self._decode_job(seq, by_id[seq.request_id])
+            elif seq.request_id in prefills:
+                job = self._prefill_job(seq, prefills[seq.request_id])
+            else:
+                job = None
+            if job is not None and seq in self._running:
+                jobs.append(job)
+        # A later sequence may have been put back for an earlier one's sake.
+        return [job for job in jobs if job.seq in self._running]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            seq = self._waiting.popleft()
+            seq.lease = seq.lease.reopen(seq.tokens)
+            if seq.metrics.num_cached_tokens == 0:
+                seq.metrics.num_cached_tokens = min(seq.lease.length, seq.num_prompt_tokens)
+            seq.status = Status.RUNNING
+            self._running.append(seq)
+            self._drafter.start(seq)
+
+    def _prefill_sizes(self, rows_left: int) -> dict[str, int]:
+        """Rows for each sequence whose known tokens are not all computed, oldest first."""
+        sizes = {}
+        for seq in self._running:
+            size = min(seq.num_missing, rows_left)
+            if seq.num_missing > 1 and size > 0:
+                sizes[seq.request_id] = size
+                rows_left -= size
+        return sizes
+
+    def _decode_job(self, seq: Sequence, tree: TokenTree) -> Job | None:
+        if not self._reserve(seq, len(tree)):
+            return None
+        work = Work(seq.lease, seq.lease.length, tree.tokens, tree, range(len(tree)))
+        return Job(seq, work, tree, 0)
+
+    def _prefill_job(self, seq: Sequence, size: int) -> Job | None:
+        if not self._reserve(seq, size):
+            return None
+        start = seq.lease.length
+        tokens = seq.tokens[start : start + size]
+        last = start + size == len(seq.tokens)
+        rows = (size - 1,) if last else ()
+        work = Work(seq.lease, start, tokens, None, rows)
+        return Job(seq, work, TokenTree.root(tokens[-1]) if last else None, size - 1 if last else size)
+
+    def _reserve(self, seq: Sequence, num_slots: int) -> bool:
+        """Makes room for a sequence, at the cost of the youngest if need be."""
+        while seq in self._running:
+            try:
+                seq.lease.reserve(num_slots)
+            except CapacityError:
+                self._preempt(self._running[-1])
+            else:
+                return True
+        return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._drafter.stop(seq)
+        seq.lease.close()
+        seq.status = Status.WAITING
+        self._waiting.appendleft(seq)

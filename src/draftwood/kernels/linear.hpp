@@ -1,0 +1,245 @@
+// Linear layers with 8-bit weights and 8-bit activations.
+//
+// Weights: one scale per output channel, stored as w + 128 in unsigned bytes, in tiles of 64
+// channels: packed[channel / 64][k / 4][channel % 64][k % 4]. Activations: signed 8 bits with
+// one scale for each row and group of `group` neighbours along K. A group's products are summed
+// exactly in 32 bits; the groups are then added in float32, in their order, by one fma each.
+// No step looks at another row, so a row's result does not depend on what else is in the batch.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "simd.hpp"
+
+namespace dw {
+
+#define DW_UNROLL _Pragma("GCC unroll 16")
+
+constexpr int kTile = 64;       // output channels in a tile
+constexpr int kMaxRows = 64;    // rows that share one pass over a tile
+
+#if defined(DW_AVX512)
+typedef int8_t act_t;
+constexpr int kRowBlock = 6;
+#elif defined(DW_AVX2)
+typedef int16_t act_t;          // vpmaddwd takes 16-bit factors
+constexpr int kRowBlock = 3;
+#else
+typedef int16_t act_t;
+constexpr int kRowBlock = 1;
+#endif
+
+// Quantised activations of M rows. `fix` is -128 times a group's sum: it undoes the weights' +128.
+struct Quantised {
+    act_t* x;        // [M, k]
+    float* scale;    // [M, groups]
+    int32_t* fix;    // [M, groups]
+    int k, group, groups;
+};
+
+struct Packed {
+    const uint8_t* w;
+    const float* scale;  // [n padded to a whole tile]
+    const float* bias;   // the same, or null
+    int n, k;            // k padded to a multiple of 16
+};
+
+DW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DW_INLINE int padded(int n, int to) { return ceil_div(n, to) * to; }
+
+struct Range {
+    int begin, end;
+};
+// The part of `count` items that belongs to thread `t` of `threads`.
+DW_INLINE Range part(int count, int t, int threads) {
+    return {static_cast<int>(static_cast<int64_t>(count) * t / threads),
+            static_cast<int>(static_cast<int64_t>(count) * (t + 1) / threads)};
+}
+
+// x must be readable up to the padded k, with zeros there.
+static void quantise_row(const float* x, const Quantised& q, int row) {
+    act_t* out = q.x + static_cast<size_t>(row) * q.k;
+    for (int g = 0; g < q.groups; ++g) {
+        const int begin = g * q.group, end = std::min(begin + q.group, q.k);
+        F16 top = F16::set(0.0f);
+        for (int i = begin; i < end; i += 16) top = max(top, abs(F16::load(x + i)));
+        const float amax = max_lane(top);
+        const bool zero = !(amax > 1e-30f);
+        const F16 inverse = F16::set(zero ? 0.0f : 127.0f / amax);
+        F16 total = F16::set(0.0f);
+        for (int i = begin; i < end; i += 16) {
+            const F16 r = round(F16::load(x + i) * inverse);
+            total = total + r;
+#if defined(DW_AVX512)
+            store_i8(r, out + i);
+#else
+            store_i16(r, out + i);
+#endif
+        }
+        const size_t at = static_cast<size_t>(row) * q.groups + g;
+        q.scale[at] = zero ? 0.0f : amax / 127.0f;
+        q.fix[at] = -128 * static_cast<int32_t>(sum(total));
+    }
+}
+
+// acc[r][0..63] += scale[r] * (integer products of one group), for MR rows and one tile.
+#if defined(DW_AVX512)
+
+// c += products of unsigned w and signed x, four to a lane. Not the intrinsic: gcc 12 copies every
+// accumulator around it and spills them.
+DW_INLINE void dot4(__m512i& c, __m512i w, __m512i x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(w), "v"(x));
+}
+
+template <int MR>
+static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
+    __m512i c[MR][4];
+    DW_UNROLL for (int r = 0; r < MR; ++r)
+        DW_UNROLL for (int t = 0; t < 4; ++t) c[r][t] = _mm512_set1_epi32(fix[r * ldg]);
+    for (int k = 0; k < quads; ++k) {
+        __m512i b[4];
+        DW_UNROLL for (int t = 0; t < 4; ++t) b[t] = _mm512_loadu_si512(w + 256 * k + 64 * t);
+        DW_UNROLL for (int r = 0; r < MR; ++r) {
+            int32_t four;
+            std::memcpy(&four, x + r * ldx + 4 * k, 4);
+            const __m512i a = _mm512_set1_epi32(four);
+            DW_UNROLL for (int t = 0; t < 4; ++t) dot4(c[r][t], b[t], a);
+        }
+    }
+    DW_UNROLL for (int r = 0; r < MR; ++r) {
+        const __m512 s = _mm512_set1_ps(scale[r * ldg]);
+        DW_UNROLL for (int t = 0; t < 4; ++t) {
+            float* p = acc + r * kTile + 16 * t;
+            _mm512_storeu_ps(p, _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[r][t]), s, _mm512_loadu_ps(p)));
+        }
+    }
+}
+
+#elif defined(DW_AVX2)
+
+template <int MR>
+static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
+    for (int sub = 0; sub < kTile; sub += 16) {
+        __m256i c[MR][4];  // four channels each, two partial sums a channel
+        DW_UNROLL for (int r = 0; r < MR; ++r)
+            DW_UNROLL for (int t = 0; t < 4; ++t) c[r][t] = _mm256_setzero_si256();
+        for (int k = 0; k < quads; ++k) {
+            const uint8_t* p = w + 256 * k + 4 * sub;
+            __m256i a[MR];
+            DW_UNROLL for (int r = 0; r < MR; ++r) {
+                int64_t four;
+                std::memcpy(&four, x + r * ldx + 4 * k, 8);
+                a[r] = _mm256_set1_epi64x(four);
+            }
+            DW_UNROLL for (int t = 0; t < 4; ++t) {
+                const __m256i b = _mm256_cvtepu8_epi16(
+                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * t)));
+                DW_UNROLL for (int r = 0; r < MR; ++r)
+                    c[r][t] = _mm256_add_epi32(c[r][t], _mm256_madd_epi16(b, a[r]));
+            }
+        }
+        DW_UNROLL for (int r = 0; r < MR; ++r) {
+            const __m256 s = _mm256_set1_ps(scale[r * ldg]);
+            const __m256i f = _mm256_set1_epi32(fix[r * ldg]);
+            DW_UNROLL for (int t = 0; t < 4; t += 2) {
+                __m256i v = _mm256_permute4x64_epi64(_mm256_hadd_epi32(c[r][t], c[r][t + 1]), 0xD8);
+                float* p = acc + r * kTile + sub + 4 * t;
+                const __m256 y = _mm256_cvtepi32_ps(_mm256_add_epi32(v, f));
+                _mm256_storeu_ps(p, _mm256_fmadd_ps(y, s, _mm256_loadu_ps(p)));
+            }
+        }
+    }
+}
+
+#else
+
+template <int MR>
+static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
+    static_assert(MR == 1, "the portable kernel takes one row at a time");
+    int32_t c[kTile];
+    for (int n = 0; n < kTile; ++n) c[n] = fix[0];
+    for (int k = 0; k < quads; ++k)
+        for (int n = 0; n < kTile; ++n) {
+            const uint8_t* b = w + 256 * k + 4 * n;
+            const act_t* a = x + 4 * k;
+            c[n] += b[0] * a[0] + b[1] * a[1] + b[2] * a[2] + b[3] * a[3];
+        }
+    for (int n = 0; n < kTile; n += 16) {
+        float y[16];
+        for (int i = 0; i < 16; ++i) y[i] = static_cast<float>(c[n + i]);
+        fma(F16::load(y), F16::set(scale[0]), F16::load(acc + n)).store(acc + n);
+    }
+}
+
+#endif
+
+typedef void (*GroupKernel)(const uint8_t*, int, const act_t*, size_t, const int32_t*,
+                            const float*, size_t, float*);
+
+static GroupKernel kernel_for(int rows) {
+#if defined(DW_AVX512)
+    static const GroupKernel table[] = {group_kernel<1>, group_kernel<2>, group_kernel<3>,
+                                        group_kernel<4>, group_kernel<5>, group_kernel<6>};
+#elif defined(DW_AVX2)
+    static const GroupKernel table[] = {group_kernel<1>, group_kernel<2>, group_kernel<3>};
+#else
+    static const GroupKernel table[] = {group_kernel<1>};
+#endif
+    return table[rows - 1];
+}
+
+// acc[rows][64] = the tile's sums for rows row0.., before the channels' scales.
+static void tile_sums(const Packed& p, int tile, const Quantised& q, int row0, int rows,
+                      float* acc) {
+    const uint8_t* w = p.w + static_cast<size_t>(tile) * kTile * p.k;
+    const int blocks = ceil_div(rows, kRowBlock);
+    std::memset(acc, 0, sizeof(float) * kTile * rows);
+    for (int g = 0; g < q.groups; ++g) {
+        const int begin = g * q.group, end = std::min(begin + q.group, q.k);
+        for (int b = 0; b < blocks; ++b) {
+            const Range r = part(rows, b, blocks);
+            const size_t row = row0 + r.begin;
+            kernel_for(r.end - r.begin)(w + static_cast<size_t>(begin) * kTile, (end - begin) / 4,
+                                        q.x + row * q.k + begin, q.k, q.fix + row * q.groups + g,
+                                        q.scale + row * q.groups + g, q.groups,
+                                        acc + r.begin * kTile);
+        }
+    }
+}
+
+// This thread's tiles of a layer; `emit(row, channel, values of 16 channels)` takes the results.
+template <class Emit>
+static void linear_part(const Packed& p, const Quantised& q, int rows, int t, int threads,
+                        Emit emit) {
+    alignas(64) float acc[kMaxRows * kTile];
+    const Range tiles = part(ceil_div(p.n, kTile), t, threads);
+    for (int tile = tiles.begin; tile < tiles.end; ++tile)
+        for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
+            const int count = std::min(kMaxRows, rows - row0);
+            tile_sums(p, tile, q, row0, count, acc);
+            for (int c = 0; c < kTile; c += 16) {
+                const int channel = tile * kTile + c;
+                const F16 scale = F16::load(p.scale + channel);
+                const F16 bias = p.bias ? F16::load(p.bias + channel) : F16::set(0.0f);
+                for (int r = 0; r < count; ++r)
+                    emit(row0 + r, channel, fma(F16::load(acc + r * kTile + c), scale, bias));
+            }
+        }
+}
+
+// Sixteen channels to out[row, channel..], fewer at the ragged end of a row.
+DW_INLINE void store_channels(F16 y, float* out, int channel, int n) {
+    if (channel + 16 <= n) {
+        y.store(out + channel);
+    } else if (channel < n) {
+        alignas(64) float t[16];
+        y.store(t);
+        std::memcpy(out + channel, t, sizeof(float) * (n - channel));
+    }
+}
+
+}  // namespace dw
