@@ -203,9 +203,10 @@ class Engine:
     def _commit(self, job: Job, outcome: Outcome) -> Outcome:
         """Appends what the stop rules leave, then keeps the KV of just that."""
         seq, verdict = job.seq, outcome.verdict
-        num_before = len(job.work.tokens) - len(outcome.tree)  # prompt rows in front of the root
+        num_before = job.num_prefill_rows  # prompt rows in front of the root
         kept = seq.append(verdict.tokens)
-        seq.metrics.count_round(verdict.num_drafted, min(kept, verdict.num_accepted))
+        if num_before == 0:
+            seq.metrics.count_round(verdict.num_drafted, min(kept, verdict.num_accepted))
         path = [num_before + node for node in verdict.path[:kept]]
         seq.lease.commit([*range(num_before), *path])
         return Outcome(outcome.tree, verdict, verdict.tokens[:kept], outcome.logits)

@@ -24,7 +24,7 @@ typedef int8_t act_t;
 constexpr int kRowBlock = 6;
 #elif defined(DW_AVX2)
 typedef int16_t act_t;          // vpmaddwd takes 16-bit factors
-constexpr int kRowBlock = 3;
+constexpr int kRowBlock = 4;
 #else
 typedef int16_t act_t;
 constexpr int kRowBlock = 1;
@@ -92,13 +92,19 @@ DW_INLINE void dot4(__m512i& c, __m512i w, __m512i x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(w), "v"(x));
 }
 
+DW_INLINE void prefetch4(const uint8_t* p) {
+    for (int i = 0; i < 256; i += 64) __builtin_prefetch(p + i);
+}
+
 template <int MR>
 static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
-                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc,
+                         size_t ahead) {
     __m512i c[MR][4];
     DW_UNROLL for (int r = 0; r < MR; ++r)
         DW_UNROLL for (int t = 0; t < 4; ++t) c[r][t] = _mm512_set1_epi32(fix[r * ldg]);
     for (int k = 0; k < quads; ++k) {
+        if (ahead) prefetch4(w + 256 * k + ahead);
         __m512i b[4];
         DW_UNROLL for (int t = 0; t < 4; ++t) b[t] = _mm512_loadu_si512(w + 256 * k + 64 * t);
         DW_UNROLL for (int r = 0; r < MR; ++r) {
@@ -121,20 +127,23 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
 
 template <int MR>
 static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
-                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
-    for (int sub = 0; sub < kTile; sub += 16) {
-        __m256i c[MR][4];  // four channels each, two partial sums a channel
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc,
+                         size_t ahead) {
+    constexpr int T = MR > 2 ? 2 : 4;  // registers of four channels: what sixteen can hold
+    for (int sub = 0; sub < kTile; sub += 4 * T) {
+        __m256i c[MR][T];  // two partial sums a channel
         DW_UNROLL for (int r = 0; r < MR; ++r)
-            DW_UNROLL for (int t = 0; t < 4; ++t) c[r][t] = _mm256_setzero_si256();
+            DW_UNROLL for (int t = 0; t < T; ++t) c[r][t] = _mm256_setzero_si256();
         for (int k = 0; k < quads; ++k) {
             const uint8_t* p = w + 256 * k + 4 * sub;
+            if (ahead) __builtin_prefetch(p + ahead);
             __m256i a[MR];
             DW_UNROLL for (int r = 0; r < MR; ++r) {
                 int64_t four;
                 std::memcpy(&four, x + r * ldx + 4 * k, 8);
                 a[r] = _mm256_set1_epi64x(four);
             }
-            DW_UNROLL for (int t = 0; t < 4; ++t) {
+            DW_UNROLL for (int t = 0; t < T; ++t) {
                 const __m256i b = _mm256_cvtepu8_epi16(
                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * t)));
                 DW_UNROLL for (int r = 0; r < MR; ++r)
@@ -144,8 +153,9 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
         DW_UNROLL for (int r = 0; r < MR; ++r) {
             const __m256 s = _mm256_set1_ps(scale[r * ldg]);
             const __m256i f = _mm256_set1_epi32(fix[r * ldg]);
-            DW_UNROLL for (int t = 0; t < 4; t += 2) {
-                __m256i v = _mm256_permute4x64_epi64(_mm256_hadd_epi32(c[r][t], c[r][t + 1]), 0xD8);
+            DW_UNROLL for (int t = 0; t < T; t += 2) {
+                const __m256i v =
+                    _mm256_permute4x64_epi64(_mm256_hadd_epi32(c[r][t], c[r][t + 1]), 0xD8);
                 float* p = acc + r * kTile + sub + 4 * t;
                 const __m256 y = _mm256_cvtepi32_ps(_mm256_add_epi32(v, f));
                 _mm256_storeu_ps(p, _mm256_fmadd_ps(y, s, _mm256_loadu_ps(p)));
@@ -158,7 +168,8 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
 
 template <int MR>
 static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
-                         const int32_t* fix, const float* scale, size_t ldg, float* acc) {
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc,
+                         size_t ahead) {
     static_assert(MR == 1, "the portable kernel takes one row at a time");
     int32_t c[kTile];
     for (int n = 0; n < kTile; ++n) c[n] = fix[0];
@@ -178,14 +189,15 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
 #endif
 
 typedef void (*GroupKernel)(const uint8_t*, int, const act_t*, size_t, const int32_t*,
-                            const float*, size_t, float*);
+                            const float*, size_t, float*, size_t);
 
 static GroupKernel kernel_for(int rows) {
 #if defined(DW_AVX512)
     static const GroupKernel table[] = {group_kernel<1>, group_kernel<2>, group_kernel<3>,
                                         group_kernel<4>, group_kernel<5>, group_kernel<6>};
 #elif defined(DW_AVX2)
-    static const GroupKernel table[] = {group_kernel<1>, group_kernel<2>, group_kernel<3>};
+    static const GroupKernel table[] = {group_kernel<1>, group_kernel<2>, group_kernel<3>,
+                                        group_kernel<4>};
 #else
     static const GroupKernel table[] = {group_kernel<1>};
 #endif
@@ -197,6 +209,7 @@ static void tile_sums(const Packed& p, int tile, const Quantised& q, int row0, i
                       float* acc) {
     const uint8_t* w = p.w + static_cast<size_t>(tile) * kTile * p.k;
     const int blocks = ceil_div(rows, kRowBlock);
+    const size_t ahead = static_cast<size_t>(q.group) * kTile;
     std::memset(acc, 0, sizeof(float) * kTile * rows);
     for (int g = 0; g < q.groups; ++g) {
         const int begin = g * q.group, end = std::min(begin + q.group, q.k);
@@ -206,7 +219,7 @@ static void tile_sums(const Packed& p, int tile, const Quantised& q, int row0, i
             kernel_for(r.end - r.begin)(w + static_cast<size_t>(begin) * kTile, (end - begin) / 4,
                                         q.x + row * q.k + begin, q.k, q.fix + row * q.groups + g,
                                         q.scale + row * q.groups + g, q.groups,
-                                        acc + r.begin * kTile);
+                                        acc + r.begin * kTile, b == 0 ? ahead : 0);
         }
     }
 }

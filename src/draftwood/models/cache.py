@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from draftwood.errors import CapacityError, ConfigError
@@ -115,8 +115,7 @@ def staging(name: str, what: str, need_bytes: int) -> Iterator[Path]:
     root = cache_dir() / "staging"
     with disk_errors(what, need_bytes):
         root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(f"{name}@*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        _remove_stale(root, name)
         if _free_bytes(root) < need_bytes:
             raise capacity_error(what, need_bytes)
         folder = Path(tempfile.mkdtemp(prefix=f"{name}@", dir=root))
@@ -124,6 +123,22 @@ def staging(name: str, what: str, need_bytes: int) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(root: Path, mine: str) -> None:
+    """Remove what killed runs left: folders of `mine`, whose lock is held here, or of no one."""
+    for folder in root.iterdir():
+        name = folder.name.rpartition("@")[0]
+        with suppress(_BusyError), nullcontext() if name == mine else locked(name, _give_up):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _BusyError(Exception):
+    """Another process holds the lock."""
+
+
+def _give_up() -> None:
+    raise _BusyError
 
 
 def publish(made: Path, target: Path) -> Path:

@@ -64,8 +64,12 @@ def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     file = GgufFile.open(path)
     for parameter in _parameters(file, _config(file)):
-        values = np.concatenate(list(_unpacked([parameter], file)))
-        yield parameter.name, torch.from_numpy(values.reshape(parameter.tensor.shape))
+        values = torch.empty(parameter.tensor.shape)
+        flat, start = values.view(-1).numpy(), 0
+        for piece in _unpacked([parameter], file):
+            flat[start : start + piece.size] = piece
+            start += piece.size
+        yield parameter.name, values
 
 
 def convert(path: Path, target: Path, name: str, progress: Progress = silent) -> Path:

@@ -11,14 +11,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from draftwood.errors import DownloadError, ModelError
+from draftwood.errors import ConfigError, ModelError
 from draftwood.models import cache
 from draftwood.models.packaged import PACKAGED, pull
 from draftwood.models.progress import Progress, silent
@@ -29,8 +28,6 @@ Kind: TypeAlias = Literal["packaged", "folder", "gguf", "hub"]
 CONVERTER_VERSION = 1
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_HUB_LEFT_OUT = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _READ_BYTES = 1 << 20
 
@@ -58,14 +55,20 @@ def resolve(
     Raises ModelError if there is no such model or it is incomplete, DownloadError if fetching it
     failed, CapacityError if the disk is too small.
     """
-    path = Path(name).expanduser()
+    local = os.path.expanduser(name)
+    if name in PACKAGED or os.path.exists(local):
+        if revision is not None:
+            raise ConfigError(f"revision is for models on the hub, and {name} is not one")
+        return _local(name, Path(local).absolute(), progress or silent)
+    return _hub(name, revision, progress or silent)
+
+
+def _local(name: str, path: Path, progress: Progress) -> ModelFiles:
     if name in PACKAGED:
-        return _packaged(name, progress or silent)
-    if path.is_file():
-        return _gguf(name, path, progress or silent)
+        return _packaged(name, progress)
     if path.is_dir():
-        return ModelFiles(name, path.absolute(), _folder_fingerprint(path), "folder")
-    return _hub(name, revision)
+        return ModelFiles(name, path, _folder_fingerprint(path), "folder")
+    return _gguf(name, path, progress)
 
 
 def _packaged(alias: str, progress: Progress) -> ModelFiles:
@@ -77,9 +80,9 @@ def _packaged(alias: str, progress: Progress) -> ModelFiles:
 def _gguf(name: str, path: Path, progress: Progress) -> ModelFiles:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{name} is a file, and only .gguf files and folders hold models")
-    fingerprint = _file_sha256(path.absolute())
+    fingerprint = _file_sha256(path)
     label = re.sub(r"[^\w.-]", "-", path.stem)
-    folder = _converted(label, fingerprint, lambda: path.absolute(), progress)
+    folder = _converted(label, fingerprint, lambda: path, progress)
     return ModelFiles(name, folder, f"gguf:{fingerprint}:{CONVERTER_VERSION}", "gguf")
 
 
@@ -166,47 +169,24 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has a config.json and no weights: it needs *.safetensors files")
 
 
-def _hub(name: str, revision: str | None) -> ModelFiles:
-    if not _HUB_ID.fullmatch(name):
-        raise ModelError(_unknown(name))
-    with _hub_errors(name):
-        from huggingface_hub import snapshot_download
+def _hub(name: str, revision: str | None, progress: Progress) -> ModelFiles:
+    unknown, close = _unknown(name), _close_alias(name)
+    hint = f" (did you mean {close}?)" if close else ""
+    if not _HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
+        raise ModelError(f"{unknown}{hint}")
+    from draftwood.models.hub import snapshot
 
-        folder = Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=_HUB_FILES,
-                ignore_patterns=_HUB_LEFT_OUT,
-            )
-        )
+    folder = snapshot(name, revision, progress, f"{unknown}{hint}")
     _small_files(folder)
     _weight_files(folder)
     # The hub's cache names a snapshot's folder after its commit.
     return ModelFiles(name, folder, f"hub:{name}@{folder.name}", "hub")
 
 
-@contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    """The hub's many ways to say no, as one line each."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"{name} is gated: accept its licence on huggingface.co and run  hf auth login"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelError(f"the hub has the model {name}, but not this revision of it") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(f"{_unknown(name)}, and the hub has no such model") from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise DownloadError(f"{_unknown(name)}, and the hub could not be reached") from error
-
-
 def _unknown(name: str) -> str:
-    close = get_close_matches(name.lower(), PACKAGED, n=1)
-    hint = f": did you mean {close[0]}?" if close else ""
-    aliases = ", ".join(PACKAGED)
-    return f"{name} is no packaged model ({aliases}) and no folder or .gguf file{hint}"
+    return f"{name!r} is no packaged model ({', '.join(PACKAGED)}), no folder and no .gguf file"
+
+
+def _close_alias(name: str) -> str | None:
+    last = name.lower().rstrip("/").rpartition("/")[2]
+    return next(iter(get_close_matches(last, PACKAGED, n=1)), None)

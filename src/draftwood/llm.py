@@ -1,0 +1,304 @@
+"""The library's face: load a model, generate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftwood.config import EngineConfig
+from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.model import ModelDrafter
+from draftwood.draft.vocabulary import shared_vocabulary
+from draftwood.engine.engine import Engine
+from draftwood.engine.sequence import RequestMetrics
+from draftwood.engine.sequence import Sequence as EngineSequence
+from draftwood.errors import ConfigError
+from draftwood.kv import BlockPool
+from draftwood.models.base import Model
+from draftwood.models.hf import load_hf
+from draftwood.models.memory import available_bytes
+from draftwood.models.progress import Progress
+from draftwood.models.sources import ModelFiles, resolve
+from draftwood.sampling import SamplingParams
+from draftwood.text import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request gave.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        text: what was generated.
+        token_ids: its tokens, the end token included.
+        finish_reason: "stop", "length" or "abort".
+        stop_reason: the stop string or token id that ended it, if one did.
+        seed: of the noise; with the same one the text comes out again.
+        metrics: counts and times.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    seed: int
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a stream.
+
+    Attributes:
+        text: what is new.
+        token_ids: what is new; their text may still be held back.
+        output: the whole, in the last piece only.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    output: RequestOutput | None = None
+
+
+class LLM:
+    """A model that answers faster and says the same.
+
+    Args:
+        model: a packaged alias ("smollm2-135m"), a hub id, a folder or a `.gguf` file.
+        draft: a second, smaller model to draft with; same forms.
+        drafter: "auto", "suffix", "recycling", "model", "none", another registered name, or a
+            `Drafter`. None takes "model" when `draft` is given, else "auto".
+        device: "cpu", "cuda", "cuda:1", ...; None takes CUDA when there is one.
+        dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
+            own type elsewhere.
+        max_model_len: cap on the sequence length.
+        config: further limits and switches.
+        progress: told about downloads and conversions.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+        VocabularyError: the draft model has another vocabulary.
+        ConfigError: an argument is out of its range.
+        CapacityError: memory or disk is too small.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str | None = None,
+        drafter: str | Drafter | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        drafter = _drafter_choice(drafter, draft)
+        where, kind = _device(device), _dtype(dtype)
+        self.config = config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV")))
+        files = resolve(model, progress=progress)
+        self.tokenizer = Tokenizer.load(files.path)
+        draft_files = resolve(draft, progress=progress) if draft else None
+        shared = self._shared_vocabulary(draft_files)
+        self.model: Model = load_hf(files, device=where, dtype=kind, max_model_len=max_model_len)
+        self.draft_model: Model | None = None
+        if draft_files is not None:
+            self.draft_model = load_hf(draft_files, device=where, dtype=kind)
+        self.pool = self._make_pool()
+        self.engine = self.make_engine(self._make_drafter(drafter, shared))
+
+    def make_engine(self, drafter: Drafter) -> Engine:
+        """Another engine on the same weights and KV memory, with another drafter."""
+        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all in one packed batch.
+
+        Args:
+            prompts: texts or lists of token ids; one alone counts as a list of one.
+            params: for all prompts, or one for each.
+
+        Returns:
+            One output per prompt, in order.
+        """
+        prompt_list = _prompt_list(prompts)
+        seqs = self._add_all([self._encode(p) for p in prompt_list], _spread(params, prompt_list))
+        self._finish(seqs)
+        return [make_output(seq) for seq in seqs]
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
+        """Answers a conversation; what was said before is not computed again."""
+        [seq] = self._add_all([self.tokenizer.encode_chat(messages)], [params or SamplingParams()])
+        self._finish([seq])
+        return make_output(seq)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Completes a prompt piece by piece. Closing the iterator ends the request."""
+        return self._stream(self._encode(prompt), params or SamplingParams())
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Answers a conversation piece by piece."""
+        return self._stream(self.tokenizer.encode_chat(messages), params or SamplingParams())
+
+    def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
+        seq = self.engine.add(prompt_ids, params)
+        return self._deltas(seq)
+
+    def _deltas(self, seq: EngineSequence) -> Iterator[Delta]:
+        num_chars = num_tokens = 0
+        try:
+            while not seq.finished:
+                self.engine.step()
+                text, ids = seq.visible_text(), seq.output_ids
+                output = make_output(seq) if seq.finished else None
+                if len(text) > num_chars or len(ids) > num_tokens or output:
+                    yield Delta(text[num_chars:], tuple(ids[num_tokens:]), output)
+                num_chars, num_tokens = len(text), len(ids)
+        finally:
+            self.engine.abort(seq)
+
+    def _add_all(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[EngineSequence]:
+        """Queues all or, when one is wrong, none."""
+        seqs: list[EngineSequence] = []
+        try:
+            for prompt_ids, one in zip(prompts, params, strict=True):
+                seqs.append(self.engine.add(prompt_ids, one))
+        except BaseException:
+            self._abort(seqs)
+            raise
+        return seqs
+
+    def _finish(self, seqs: Sequence[EngineSequence]) -> None:
+        try:
+            while not all(seq.finished for seq in seqs):
+                self.engine.step()
+        finally:
+            self._abort(seqs)
+
+    def _abort(self, seqs: Sequence[EngineSequence]) -> None:
+        for seq in seqs:
+            self.engine.abort(seq)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _shared_vocabulary(self, draft_files: ModelFiles | None) -> int:
+        if draft_files is None:
+            return 0
+        return shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
+
+    def _make_drafter(self, drafter: str | Drafter, shared: int) -> Drafter:
+        if isinstance(drafter, Drafter):
+            return drafter
+        if drafter != "model":
+            return load_drafter_class(drafter)()
+        assert self.draft_model is not None
+        return ModelDrafter(self.draft_model, self.pool, shared)
+
+    def _make_pool(self) -> BlockPool:
+        target = self.model.spec.kv
+        draft = self.draft_model.spec.kv if self.draft_model else None
+        block_bytes = self.config.block_size * (
+            target.bytes_per_token + (draft.bytes_per_token if draft else 0)
+        )
+        wanted = -(-self.model.spec.max_model_len // self.config.block_size) + 8
+        memory = self.config.kv_memory
+        num_blocks = (
+            min(wanted, available_bytes(target.device) // 4 // block_bytes)
+            if memory is None
+            else memory // block_bytes
+        )
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv_memory is {memory}: two blocks of KV take {2 * block_bytes} bytes"
+            )
+        return BlockPool(
+            target,
+            draft,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            debug=self.config.debug_kv,
+        )
+
+
+def make_output(seq: EngineSequence) -> RequestOutput:
+    """The output of a sequence as it stands."""
+    return RequestOutput(
+        request_id=seq.request_id,
+        prompt_token_ids=tuple(seq.tokens[: seq.num_prompt_tokens]),
+        text=seq.visible_text(),
+        token_ids=tuple(seq.output_ids),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        seed=seq.seed,
+        metrics=seq.metrics,
+    )
+
+
+def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | Drafter:
+    if drafter is None:
+        return "model" if draft else "auto"
+    if drafter == "model" and draft is None:
+        raise ConfigError("drafter 'model' needs a draft model: give draft=")
+    if draft is not None and drafter != "model":
+        raise ConfigError(f"a draft model is given but drafter is {drafter!r}: use 'model'")
+    return drafter
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}: use cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}: cpu and cuda are supported")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but this PyTorch sees no CUDA device")
+    return device
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is None or name == "auto":
+        return None
+    if name not in known:
+        raise ConfigError(f"dtype is {name!r}: use one of {', '.join(known)}")
+    return known[name]
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Prompt]
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ConfigError(f"{len(params)} params for {len(prompts)} prompts: give one or as many")
+    return list(params)
