@@ -27,6 +27,7 @@ from draftwood.errors import CapacityError, ConfigError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
 _POLL_S = 0.2
 
 
@@ -102,6 +103,10 @@ def _acquire(descriptor: int, waiting: Callable[[], None]) -> None:
             except BlockingIOError:
                 waiting()
                 time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return  # some network file systems: as on Windows
+                raise
 
 
 @contextmanager
