@@ -101,7 +101,7 @@ class _Header:
             GgufTensor(e.name, e.shape, e.quantization, start + e.offset, e.num_bytes)
             for e in entries
         )
-        end = max((t.offset + t.num_bytes for t in placed), default=start)
+        end = max((t.offset + t.num_bytes for t in placed), default=0)
         if end > len(self._content):
             raise _BadHeaderError(f"it has {len(self._content)} bytes and should have {end}")
         return placed
