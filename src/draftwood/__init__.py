@@ -1,9 +1,9 @@
 """Draftwood: lossless speculative decoding over token trees.
 
-    from draftwood import LLM, SamplingParams
+from draftwood import LLM, SamplingParams
 
-    llm = LLM("smollm2-135m")
-    print(llm.generate("def quicksort(", SamplingParams(max_tokens=64))[0].text)
+llm = LLM("smollm2-135m")
+print(llm.generate("def quicksort(", SamplingParams(max_tokens=64))[0].text)
 """
 
 from __future__ import annotations

@@ -40,4 +40,6 @@ class EngineConfig:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
         if self.kv_memory is not None and self.kv_memory <= 0:
-            raise ConfigError(f"kv_memory is {self.kv_memory}: it must be a number of bytes above 0")
+            raise ConfigError(
+                f"kv_memory is {self.kv_memory}: it must be a number of bytes above 0"
+            )

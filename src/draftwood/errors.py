@@ -53,6 +53,4 @@ class MissingExtraError(DraftwoodError, ImportError):
     """An optional package is needed and not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"{package} is not installed: run  pip install 'draftwood[{extra}]'"
-        )
+        super().__init__(f"{package} is not installed: run  pip install 'draftwood[{extra}]'")

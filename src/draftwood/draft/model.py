@@ -197,7 +197,7 @@ class ModelDrafter(Drafter):
             if not fresh:
                 return
             works = [self._expansion(growth, nodes) for growth, nodes in fresh]
-            logits = self._forward(works).split([len(nodes) for _, nodes in fresh])
+            logits = torch.split(self._forward(works), [len(nodes) for _, nodes in fresh])
             for (growth, nodes), rows in zip(fresh, logits, strict=True):
                 growth.expanded.extend(nodes)
                 self._branch(growth, nodes, rows)

@@ -19,7 +19,7 @@ from draftwood.draft.grow import Calibrator, Guess, grow
 from draftwood.tree import TokenTree
 
 _Context = tuple[int, int]
-_PRIORS = {1: (0.3, 0.12, 0.08, 0.05, 0.04, 0.03, 0.02, 0.02)}
+_PRIORS: dict[int, tuple[float, ...]] = {1: (0.3, 0.12, 0.08, 0.05, 0.04, 0.03, 0.02, 0.02)}
 _PRIORS[2] = tuple(2 * prior for prior in _PRIORS[1])
 
 

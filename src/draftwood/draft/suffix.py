@@ -3,8 +3,9 @@
 A suffix automaton holds every substring of the prompt and the output, and is extended in amortised
 constant time per token (Blumer et al. 1985, "The smallest automaton recognizing the subwords of a
 text"). Each state counts which tokens followed it, so one lookup gives branches with their
-frequencies for the longest repeated suffix; shorter suffixes, reached by the automaton's links, give
-further branches. The use for drafting follows SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
+frequencies for the longest repeated suffix; shorter suffixes, reached by the automaton's links,
+give further branches. Drafting with it follows SuffixDecoding (Oliaro et al. 2024, arXiv
+2411.04975).
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class SuffixAutomaton:
     def followers(self, state: int) -> list[tuple[int, int]]:
         """(token, count) of what followed, most frequent first, then most recent."""
         follow = self._follow[state] or self._only_follower(state)
-        return sorted(reversed(follow.items()), key=lambda item: -item[1])
+        recent_first = list(follow.items())[::-1]
+        return sorted(recent_first, key=lambda item: -item[1])
 
 
 @dataclass(frozen=True, slots=True)

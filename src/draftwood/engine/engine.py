@@ -7,6 +7,7 @@ tokens and computed tokens, and what is missing is work for the next forward.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence as Seq
 from time import perf_counter
@@ -184,7 +185,7 @@ class Engine:
             return []
         batch = pack([job.work for job in jobs], self.pool.device)
         logits = self.model.forward(batch, self.pool.target)
-        return list(logits.split([len(job.work.logit_rows) for job in jobs]))
+        return list(torch.split(logits, [len(job.work.logit_rows) for job in jobs]))
 
     def _verify(self, job: Job, logits: Tensor) -> Outcome:
         """Walks one tree by the target's choices."""
@@ -217,7 +218,7 @@ class Engine:
 
     def _report(self, jobs: Seq[Job], outcomes: Seq[Outcome], marks: Seq[float]) -> None:
         plan, target, verify, commit, learn = (
-            b - a for a, b in zip(marks, marks[1:], strict=False)
+            b - a for a, b in itertools.pairwise(marks)
         )
         drafted = [o for o in outcomes if len(o.tree) > 1]
         if drafted:

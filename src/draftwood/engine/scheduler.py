@@ -8,7 +8,8 @@ waits; its tokens stay, so it resumes where it was and its text does not change.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from draftwood.attention import Work
@@ -16,7 +17,6 @@ from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter
 from draftwood.engine.sequence import Sequence, Status
 from draftwood.errors import CapacityError
-from draftwood.kv import Lease
 from draftwood.tree import TokenTree
 
 Propose = Callable[[Seq[Sequence], int], list[TokenTree]]
@@ -138,7 +138,9 @@ class Scheduler:
         last = start + size == len(seq.tokens)
         rows = (size - 1,) if last else ()
         work = Work(seq.lease, start, tokens, None, rows)
-        return Job(seq, work, TokenTree.root(tokens[-1]) if last else None, size - 1 if last else size)
+        return Job(
+            seq, work, TokenTree.root(tokens[-1]) if last else None, size - 1 if last else size
+        )
 
     def _reserve(self, seq: Sequence, num_slots: int) -> bool:
         """Makes room for a sequence, at the cost of the youngest if need be."""

@@ -150,7 +150,7 @@ class Sequence:
             self._end("length", None)
 
     def _end(self, reason: str, stop: str | int | None) -> None:
-        """Ends the text; a stop string in what was held back still counts, and tokens go with it."""
+        """Ends the text; a stop string in what was held back still counts."""
         late = self.detokenizer.finish() if not isinstance(stop, str) else None
         if late is not None:
             reason, stop = "stop", late

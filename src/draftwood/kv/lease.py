@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -188,4 +189,4 @@ class Lease:
 
 
 def _adjacent(table: Sequence[int]) -> bool:
-    return all(b == a + 1 for a, b in zip(table, table[1:], strict=False))
+    return all(b == a + 1 for a, b in itertools.pairwise(table))

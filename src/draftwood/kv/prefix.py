@@ -90,9 +90,7 @@ class PrefixIndex:
 
     def evict(self, num_blocks: int) -> int:
         """Frees up to `num_blocks` that nobody else holds, oldest first; returns how many."""
-        idle = (
-            key for key, e in self._entries.items() if self._pool.references(e.block) == 1
-        )
+        idle = (key for key, e in self._entries.items() if self._pool.references(e.block) == 1)
         victims = list(islice(idle, num_blocks))
         self._pool.release(self._entries.pop(key).block for key in victims)
         return len(victims)

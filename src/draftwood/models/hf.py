@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +149,9 @@ class HFModel:
                 f"{type(self._module).__name__} does not take what a token tree needs ({error})"
             ) from error
         shapes = set(call.seen.values())
-        if sorted(call.seen) != list(range(self._module.config.get_text_config().num_hidden_layers)):
+        if sorted(call.seen) != list(
+            range(self._module.config.get_text_config().num_hidden_layers)
+        ):
             raise UnsupportedModelError(
                 f"{type(self._module).__name__}: only {len(call.seen)} of its layers use "
                 "attention that a token tree can rewind"
@@ -218,7 +219,9 @@ def load_hf(
     try:
         config = AutoConfig.from_pretrained(files.path)
     except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{files.name}: its config.json cannot be used ({_line(error)})") from error
+        raise ModelError(
+            f"{files.name}: its config.json cannot be used ({_line(error)})"
+        ) from error
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(

@@ -40,7 +40,8 @@ class PackedLinear(nn.Module):
         y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         if single:
             y = y[:1]
-        return y.view(*x.shape[:-1], self.out_features)
+        shaped: Tensor = y.view(*x.shape[:-1], self.out_features)
+        return shaped
 
     def extra_repr(self) -> str:
         """Sizes, as `nn.Linear` shows them."""

@@ -1,0 +1,202 @@
+"""Suffix automaton against brute force; recycling; growth; calibration; tree sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwood.draft.grow import Calibrator, Guess, grow
+from draftwood.draft.recycling import RecyclingTable
+from draftwood.draft.suffix import SuffixAutomaton, SuffixGuesser
+from draftwood.engine.controller import Controller, measure_cost
+from draftwood.sampling import Verdict
+from draftwood.tree import TokenTree
+from draftwood.tree.shape import CostTable, best_sizes
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def longest_repeated_suffix(text: list[int]) -> int:
+    for length in range(len(text) - 1, 0, -1):
+        tail = text[-length:]
+        if any(text[i : i + length] == tail for i in range(len(text) - length)):
+            return length
+    return 0
+
+
+def followers(text: list[int], pattern: list[int]) -> Counter[int]:
+    size = len(pattern)
+    return Counter(text[i + size] for i in range(len(text) - size) if text[i : i + size] == pattern)
+
+
+@given(texts)
+def test_match_is_the_longest_repeated_suffix(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    assert automaton.match()[1] == longest_repeated_suffix(text)
+
+
+@given(texts)
+def test_followers_are_counted_right(text: list[int]) -> None:
+    """Also for states that were split off, and for the first repetition of a substring."""
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    state, length = automaton.match()
+    while length:
+        expected = followers(text, text[-length:])
+        got = dict(automaton.followers(state))
+        assert set(got) == set(expected)
+        if len(text) <= 32:  # counting stops after so many links
+            assert got == dict(expected)
+        state, length = automaton.shorter(state)
+
+
+@given(texts, st.lists(st.integers(0, 3), max_size=6))
+def test_step_reads_on_or_falls_back(text: list[int], more: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    state, length = automaton.match()
+    read = text[len(text) - length :]
+    for token in more:
+        state, length = automaton.step(state, length, token)
+        read = [*read, token]
+        best = max(
+            size
+            for size in range(len(read) + 1)
+            if size == 0
+            or any(
+                text[i : i + size] == read[len(read) - size :] for i in range(len(text) - size + 1)
+            )
+        )
+        assert length == best
+        read = read[len(read) - length :]
+
+
+def test_suffix_guesses_continue_the_repetition() -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend([1, 2, 3, 4, 5, 1, 2, 3])
+    guesser = SuffixGuesser(automaton)
+    tree = grow(3, [(guesser, guesser.start())], Calibrator(), budget=4)
+    assert tree.tokens[:3] == (3, 4, 5)
+    assert tree.sources[1].startswith("suffix:3.sole")
+
+
+def test_frequent_followers_come_first_then_recent_ones() -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend([9, 1, 9, 2, 9, 2, 9, 3, 9])
+    state, _ = automaton.match()
+    assert [token for token, _ in automaton.followers(state)] == [2, 3, 1]
+
+
+def test_recycling_prefers_the_longer_context() -> None:
+    table = RecyclingTable(k=2)
+    table.learn((1, 5), [6, 7])
+    table.learn((2, 5), [8, 9])
+    assert [g.token for g in table.guesses((1, 5))] == [6, 7, 8, 9]
+    assert [g.token for g in table.guesses((3, 5))] == [8, 9]
+    assert list(table.guesses((3, 4))) == []
+
+
+def test_recycling_stays_bounded() -> None:
+    table = RecyclingTable(k=1, max_pairs=10)
+    for i in range(100):
+        table.learn((i, 0), [i])
+    assert len(table) == 11
+
+
+class Fixed:
+    """Guesses the same two tokens everywhere."""
+
+    def guesses(self, state: int) -> Iterable[Guess]:
+        return [Guess(1, "good", 0.8), Guess(2, "bad", 0.1)]
+
+    def advance(self, state: int, token: int) -> int:
+        return state + 1
+
+
+def test_growth_is_best_first() -> None:
+    tree = grow(0, [(Fixed(), 0)], Calibrator(), budget=5)
+    assert tree.tokens == (0, 1, 1, 1, 1, 1)
+    assert tree.scores == pytest.approx((1, 0.8, 0.64, 0.512, 0.4096, 0.32768))
+    assert len(grow(0, [(Fixed(), 0)], Calibrator(), budget=50, min_score=0.5)) == 4
+    assert len(grow(0, [(Fixed(), 0)], Calibrator(), budget=0)) == 1
+
+
+def test_siblings_never_promise_more_than_certainty() -> None:
+    class Sure:
+        def guesses(self, state: int) -> Iterable[Guess]:
+            return [Guess(token, f"t{token}", 0.9) for token in range(3)]
+
+        def advance(self, state: int, token: int) -> None:
+            return None
+
+    tree = grow(0, [(Sure(), 0)], Calibrator(), budget=9, min_score=0.0)
+    assert sum(tree.scores[1:]) == pytest.approx(1.0)
+
+
+def test_calibration_counts_only_where_the_parent_was_right() -> None:
+    calibrator = Calibrator()
+    tree = TokenTree((0, 1, 2, 3), (-1, 0, 0, 2), (1,) * 4, ("", "a", "b", "c"))
+    for _ in range(200):
+        calibrator.observe(tree, Verdict((0, 1), (1, 9), 3))
+    assert calibrator.probability("a", 0.5) > 0.9
+    assert calibrator.probability("b", 0.5) < 0.1
+    assert calibrator.probability("c", 0.5) == 0.5
+
+
+def test_cost_table_interpolates_and_extrapolates() -> None:
+    cost = CostTable((1, 4, 8), (1.0, 2.5, 3.5))
+    assert [cost(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([1, 1.5, 2.5, 3, 3.5, 4.5])
+
+
+def test_tree_size_weighs_gain_against_cost() -> None:
+    tree = TokenTree.chain(range(9), decay=0.5)
+    assert best_sizes([tree], CostTable((1, 9), (1.0, 1.0))) == 8
+    assert best_sizes([tree], CostTable((1, 9), (1.0, 9.0))) == 0
+    # 1 + .5 tokens at 1.2, 1.75 at 1.4, 1.875 at 1.6, ...: two nodes are 1.25 a second, the most.
+    assert best_sizes([tree], CostTable((1, 11), (1.0, 3.0))) in (1, 2)
+    assert best_sizes([tree], CostTable((1, 11), (1.0, 3.0)), trust=0.1) == 0
+
+
+def test_controller_rests_longer_and_longer_and_recovers() -> None:
+    """A drafter that is never right must cost next to nothing, and get another chance."""
+    controller = Controller(CostTable((1, 2), (1.0, 2.0)), 8)
+    tree = TokenTree.chain([0, 1, 2], decay=0.1)
+    asked = 0
+    for _ in range(400):
+        if controller.budget():
+            asked += 1
+            [cut] = controller.choose([tree], 0)
+            controller.observe([cut], 0, 0.0)
+    assert 3 <= asked <= 14
+    good = TokenTree.chain([0, 1, 2], decay=1.0)
+    controller = Controller(CostTable((1, 2), (1.0, 1.1)), 8, trust=0.01)
+    for _ in range(2000):
+        if controller.budget():
+            [cut] = controller.choose([good], 0)
+            controller.observe([cut], len(cut) - 1, 0.0)
+    assert controller.trust > 0.5
+    assert controller.budget() == 8
+
+
+def test_measured_cost_never_falls_with_rows() -> None:
+    times = {1: 1.0, 2: 0.9, 4: 3.0}
+    table = measure_cost(times.__getitem__, (1, 2, 4), budget_s=100)
+    assert table == CostTable((1, 2, 4), (1.0, 1.0, 3.0))
+    assert measure_cost(times.__getitem__, (1, 2, 4), budget_s=1.5).rows == (1,)
+
+
+def test_gumbel_top_tokens_are_what_a_draft_like_the_target_proposes() -> None:
+    """With the target's own distribution the first draft token is always right."""
+    from draftwood.draft.model import likely_tokens
+    from draftwood.sampling import SamplingParams, choose
+
+    torch.manual_seed(1)
+    for seed in range(30):
+        logits, params = torch.randn(40), SamplingParams(temperature=0.9, top_p=0.8)
+        assert likely_tokens(logits, params, seed, 5)[0][0] == choose(logits, params, seed, 5)
