@@ -1,0 +1,66 @@
+"""What every test runs under: KV debug mode, no hub, no silent skips on CI, and the real model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+# Before draftwood or transformers are imported: rejected slots hold NaN, and no hub is ever asked.
+os.environ["DRAFTWOOD_DEBUG_KV"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+from draftwood.llm import LLM
+from draftwood.models.sources import ModelFiles, resolve
+
+REAL_MODEL = "smollm2-135m"
+
+_common: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("default", max_examples=30, derandomize=True, **_common)
+settings.register_profile("thorough", max_examples=2000, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what uses the real model, and skips what needs a CUDA device where there is none."""
+    no_cuda = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if {"real_files", "real_llm"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.real_model)
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(no_cuda)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """On CI a skipped test is a failed one, but for those that need a CUDA device."""
+    report = yield
+    expected = hasattr(report, "wasxfail") or item.get_closest_marker("cuda")
+    if report.skipped and os.environ.get("CI") and not expected:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which counts as a failure on CI: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(scope="session")
+def real_files() -> ModelFiles:
+    """SmolLM2-135M-Instruct as a folder in the user's cache; fetched when it is not there."""
+    return resolve(REAL_MODEL)
+
+
+@pytest.fixture(scope="session")
+def real_llm(real_files: ModelFiles) -> LLM:
+    """SmolLM2-135M-Instruct in float32 on the CPU, drafter "auto", KV debug mode on."""
+    assert real_files.path.is_dir()
+    return LLM(REAL_MODEL, device="cpu", dtype="float32", max_model_len=1024)
