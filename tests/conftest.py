@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 from draftwood.llm import LLM
 from draftwood.models.sources import ModelFiles, resolve
 
+# Tiny matrices: a second thread only waits, and on a busy machine it waits long.
+torch.set_num_threads(1)
+
 REAL_MODEL = "smollm2-135m"
 
 _common: dict[str, Any] = {
