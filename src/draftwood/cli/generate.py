@@ -1,0 +1,168 @@
+"""`draftwood generate`: complete one prompt, or many in one batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwood.cli import options as opt
+from draftwood.cli.loading import timed_load
+from draftwood.cli.output import Transcript, observe
+from draftwood.cli.prompts import Prompt, read_prompts
+from draftwood.cli.running import Request, Run, complete, with_room
+from draftwood.cli.stats import engine_record, model_record, output_record, stats_lines
+
+if TYPE_CHECKING:
+    from draftwood.engine.observers import RoundTimer
+    from draftwood.llm import LLM
+    from draftwood.sampling import SamplingParams
+
+_DEFAULT_TOKENS = 128
+
+PromptText = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT",
+        help="The text to go on from. Left out or -: standard input, as one prompt.",
+        show_default=False,
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Many prompts, one a line, in one batch. In a .jsonl file a line is a JSON string, or "
+        'an object with "prompt" or "messages" and, if wanted, "id" and "params".',
+        show_default=False,
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat/--raw",
+        help="Put the prompt into the model's chat template as a user's message; or take it as "
+        "it is.",
+    ),
+]
+
+
+def generate(
+    model: opt.ModelName,
+    prompt: PromptText = None,
+    prompt_file: PromptFile = None,
+    chat: Chat = False,
+    system: opt.System = None,
+    draft: opt.Draft = None,
+    drafter: opt.Drafter = None,
+    no_speculation: opt.NoSpeculation = False,
+    tree_nodes: opt.TreeNodes = 32,
+    device: opt.Device = None,
+    dtype: opt.DType = None,
+    max_model_len: opt.MaxModelLen = None,
+    kv_memory: opt.KVMemory = None,
+    max_tokens: opt.MaxTokens = None,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    ignore_eos: opt.IgnoreEOS = False,
+    stats: opt.Stats = False,
+    show_tree: opt.ShowTree = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Complete a prompt, streaming the text to stdout.
+
+    The prompt is taken as it is; --chat asks the model as a chat partner instead.
+    """
+    model_options = opt.ModelOptions(
+        model=model,
+        draft=draft,
+        drafter=drafter,
+        no_speculation=no_speculation,
+        tree_nodes=tree_nodes,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_memory=kv_memory,
+    )
+    prompts = read_prompts(prompt, prompt_file)
+    params = opt.sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    all_params = [_own_params(params, one) for one in prompts]
+    llm, load_s = timed_load(model_options)
+    requests = [
+        _request(llm, one, own, chat=chat, system=system)
+        for one, own in zip(prompts, all_params, strict=True)
+    ]
+    with observe(llm, show_tree=show_tree) as timer:
+        transcript = Transcript(requests, hidden=as_json or show_tree)
+        run = complete(llm, requests, transcript.add)
+    if as_json:
+        print(json.dumps(_record(llm, load_s, requests, run, timer), ensure_ascii=False))
+    else:
+        transcript.finish()
+    _after(run, stats_lines(run.outputs, llm, timer) if stats else [])
+
+
+def _own_params(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The parameters of one prompt: its own over the command's."""
+    if not prompt.params:
+        return params
+    own = type(params).from_dict(prompt.params)
+    return params.but(**{name: getattr(own, name) for name in prompt.params})
+
+
+def _request(
+    llm: LLM, prompt: Prompt, params: SamplingParams, *, chat: bool, system: str | None
+) -> Request:
+    ids = _encode(llm, prompt, chat=chat, system=system)
+    return Request(ids, with_room(llm, len(ids), params, _DEFAULT_TOKENS), prompt.id)
+
+
+def _encode(llm: LLM, prompt: Prompt, *, chat: bool, system: str | None) -> list[int]:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if prompt.is_chat:
+        return llm.tokenizer.encode_chat([*messages, *prompt.content])  # type: ignore[list-item]
+    if not isinstance(prompt.content, str):
+        return prompt.content  # type: ignore[return-value]
+    if chat or system:
+        question = {"role": "user", "content": prompt.content}
+        return llm.tokenizer.encode_chat([*messages, question])
+    return llm.tokenizer.encode(prompt.content)
+
+
+def _record(
+    llm: LLM, load_s: float, requests: Sequence[Request], run: Run, timer: RoundTimer
+) -> dict[str, Any]:
+    outputs = [
+        output_record(output, request.id)
+        for request, output in zip(requests, run.outputs, strict=True)
+    ]
+    return {
+        **model_record(llm, load_s),
+        "outputs": outputs,
+        "interrupted": run.interrupted,
+        **engine_record(llm, timer),
+    }
+
+
+def _after(run: Run, lines: Sequence[str]) -> None:
+    """What comes after the text: on stderr, so that stdout holds the text alone."""
+    for line in lines:
+        print(line, file=sys.stderr)
+    if run.interrupted:
+        raise typer.Exit(130)

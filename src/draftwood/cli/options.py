@@ -1,0 +1,193 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftwood.config import EngineConfig
+from draftwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwood.sampling import SamplingParams
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+
+_MODEL = "Model"
+_SAMPLING = "Sampling"
+_OUTPUT = "Output"
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A packaged alias (see `draftwood pull`), a hub id, a folder or a .gguf file.",
+        show_default=False,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="A second, smaller model that drafts.", rich_help_panel=_MODEL),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        help="Who drafts: auto, suffix, recycling, model or none. "
+        "Default: model with --draft, else auto.",
+        rich_help_panel=_MODEL,
+    ),
+]
+NoSpeculation = Annotated[
+    bool,
+    typer.Option("--no-speculation", help="Decode plainly: the same text.", rich_help_panel=_MODEL),
+]
+TreeNodes = Annotated[
+    int,
+    typer.Option(help="Most draft tokens a round; 0 decodes plainly.", rich_help_panel=_MODEL),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:1. Default: CUDA if any.", rich_help_panel=_MODEL),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16. Default: float32 on CPU, elsewhere the model's own.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Cap on the context, in tokens.", show_default=False, rich_help_panel=_MODEL
+    ),
+]
+KVMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for KV: 512M, 2G (powers of 1024). Default: one full context, within a "
+        "quarter of what is free.",
+        rich_help_panel=_MODEL,
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most tokens to generate. Default: 128 (chat: 1024), or what the context has "
+        "room for.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[
+    int, typer.Option(help="Keep the k most likely; 0 keeps all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(help="Keep the likeliest up to this probability.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Drop below this share of the likeliest.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Of the noise: the same seed, the same text. Default: a new one each time.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="End before this string; may be repeated.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
+]
+IgnoreEOS = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Go on past the model's own end.", rich_help_panel=_SAMPLING),
+]
+System = Annotated[
+    str | None,
+    typer.Option(help="What the model is told before the conversation.", show_default=False),
+]
+Stats = Annotated[
+    bool,
+    typer.Option("--stats", help="Show acceptance and times.", rich_help_panel=_OUTPUT),
+]
+ShowTree = Annotated[
+    bool,
+    typer.Option(
+        "--show-tree",
+        help="Show each round's tree on stderr: who proposed what, and what was right.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="For machines: JSON on stdout.", rich_help_panel=_OUTPUT)
+]
+
+
+def example(*lines: str) -> str:
+    """The end of a command's help."""
+    return "[bold]Example:[/bold] " + "\n\n".join(line.replace("[", r"\[") for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What to load and how.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    model: str
+    draft: str | None = None
+    drafter: str | None = None
+    no_speculation: bool = False
+    tree_nodes: int = 32
+    device: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    kv_memory: str | None = None
+    config: EngineConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        memory = None if self.kv_memory is None else parse_bytes("kv-memory", self.kv_memory)
+        config = EngineConfig(kv_memory=memory, max_tree_nodes=self.tree_nodes)
+        object.__setattr__(self, "config", config)
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes of "512M", "2G", "1.5GiB", "100000"; units are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}: write it as 512M or 2G")
+    number, unit = match.groups()
+    size = int(float(number) * _UNITS[unit.upper()])
+    if size <= 0:
+        raise ConfigError(f"{name} is {text!r}: it must be above 0")
+    return size
+
+
+def sampling_params(**values: object) -> SamplingParams:
+    """Sampling parameters from options; those that are None keep their defaults.
+
+    `max_tokens` stays None: the default depends on the prompt (`running.with_room`).
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    from draftwood.sampling.params import SamplingParams
+
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams.from_dict({"max_tokens": None} | given)

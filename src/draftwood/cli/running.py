@@ -1,0 +1,128 @@
+"""Requests from start to end, with Ctrl-C between two rounds and never inside one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from draftwood.errors import DraftwoodError
+
+if TYPE_CHECKING:
+    from draftwood.engine.sequence import Sequence as EngineSequence
+    from draftwood.llm import LLM, RequestOutput
+    from draftwood.sampling import SamplingParams
+
+OnText = Callable[[int, str, bool], None]
+
+
+class Interrupt:
+    """While entered, Ctrl-C sets `asked`; a second one raises KeyboardInterrupt as ever."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how it shall be answered.
+
+    Attributes:
+        prompt_ids: token ids, as the model sees them.
+        params: how tokens are chosen; `max_tokens` None takes `default_tokens` or what is left.
+        id: what the user calls it.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of requests; `interrupted` says whether Ctrl-C ended them."""
+
+    outputs: list[RequestOutput]
+    interrupted: bool
+
+
+def complete(llm: LLM, requests: Sequence[Request], on_text: OnText) -> Run:
+    """Runs requests in one packed batch.
+
+    Args:
+        llm: the model.
+        requests: all are queued or, when one is wrong, none.
+        on_text: `on_text(index, text, ended)` is told each new piece, and once that it ended.
+
+    Raises:
+        PromptError, ConfigError: a request cannot be served.
+    """
+    from draftwood.llm import make_output
+
+    seqs: list[EngineSequence] = []
+    with Interrupt() as interrupt:
+        try:
+            for i, request in enumerate(requests):
+                seqs.append(_add(llm, request, i if len(requests) > 1 else None))
+            news = _News(seqs, on_text)
+            while not interrupt.asked and not all(seq.finished for seq in seqs):
+                llm.engine.step()
+                news.tell()
+        finally:
+            cut = not all(seq.finished for seq in seqs)
+            for seq in seqs:
+                llm.engine.abort(seq)
+        news.tell()
+    return Run([make_output(seq) for seq in seqs], cut)
+
+
+class _News:
+    """Tells what each sequence has to show beyond what it has shown."""
+
+    def __init__(self, seqs: Sequence[EngineSequence], on_text: OnText) -> None:
+        self._open = {i: (seq, 0) for i, seq in enumerate(seqs)}
+        self._on_text = on_text
+
+    def tell(self) -> None:
+        for i, (seq, num_shown) in list(self._open.items()):
+            text = seq.visible_text()
+            if seq.finished:
+                del self._open[i]
+            else:
+                self._open[i] = (seq, len(text))
+            if len(text) > num_shown or seq.finished:
+                self._on_text(i, text[num_shown:], seq.finished)
+
+
+def with_room(llm: LLM, num_prompt: int, params: SamplingParams, default: int) -> SamplingParams:
+    """`params`, with `max_tokens` when the user gave none: `default`, or what the context holds."""
+    if params.max_tokens is not None:
+        return params
+    return params.but(max_tokens=max(min(default, llm.engine.max_length - num_prompt), 1))
+
+
+def _add(llm: LLM, request: Request, index: int | None) -> EngineSequence:
+    try:
+        return llm.engine.add(request.prompt_ids, request.params)
+    except DraftwoodError as error:
+        if index is None:
+            raise
+        raise type(error)(f"prompt {index + 1}: {error}") from error

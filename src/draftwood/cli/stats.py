@@ -1,0 +1,119 @@
+"""How a request went, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftwood.engine.observers import RoundTimer
+    from draftwood.llm import LLM, RequestOutput
+
+
+def tokens_per_s(output: RequestOutput) -> float:
+    """Speed of decoding: the first token, which the prompt's forward gives, is not counted."""
+    num_tokens, seconds = len(output.token_ids) - 1, output.metrics.decode_s
+    return num_tokens / seconds if num_tokens > 0 and seconds > 0 else 0.0
+
+
+def output_record(output: RequestOutput, name: str | None = None) -> dict[str, Any]:
+    """A request's output as JSON."""
+    metrics = output.metrics
+    first = metrics.first_token_s
+    return {
+        "id": name or output.request_id,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "seed": output.seed,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": metrics.num_cached_tokens,
+        "num_tokens": len(output.token_ids),
+        "num_rounds": metrics.num_rounds,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "acceptance_rate": metrics.acceptance_rate,
+        "accepted_per_position": list(metrics.accepted_per_position),
+        "ttft_s": None if first is None else first - metrics.arrival_s,
+        "decode_s": metrics.decode_s,
+        "tokens_per_s": tokens_per_s(output),
+    }
+
+
+def model_record(llm: LLM, load_s: float) -> dict[str, Any]:
+    """What answered, as JSON."""
+    spec = llm.model.spec
+    return {
+        "model": spec.name,
+        "draft": llm.draft_model.spec.name if llm.draft_model else None,
+        "drafter": llm.engine.drafter.name,
+        "device": str(spec.device),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "load_s": load_s,
+    }
+
+
+def engine_record(llm: LLM, timer: RoundTimer) -> dict[str, Any]:
+    """Where the time of the rounds went, and the sizes of their trees, as JSON."""
+    sizes = llm.engine.controller.sizes
+    return {
+        "time_shares": timer.shares(),
+        "tree_sizes": {str(size): sizes[size] for size in sorted(sizes)},
+    }
+
+
+def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -> list[str]:
+    """What `--stats` prints."""
+    lines = [*_speed(outputs), _acceptance(outputs)]
+    if positions := _positions(outputs):
+        lines.append(f"accepted by position: {positions}")
+    if sizes := llm.engine.controller.sizes:
+        chosen = ", ".join(f"{size} ({count} rounds)" for size, count in _most(sizes, 6))
+        lines.append(f"draft tokens a round: {chosen}")
+    if shares := timer.shares():
+        parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        lines.append(f"time: {parts}")
+    return lines
+
+
+def _speed(outputs: Sequence[RequestOutput]) -> list[str]:
+    return [
+        f"{output.request_id}: prompt {len(output.prompt_token_ids)} tokens"
+        f" ({output.metrics.num_cached_tokens} cached), {_first(output)},"
+        f" then {len(output.token_ids)} tokens at {tokens_per_s(output):.1f} tokens/s"
+        f" ({output.finish_reason})"
+        for output in outputs
+    ]
+
+
+def _first(output: RequestOutput) -> str:
+    first = output.metrics.first_token_s
+    return "no token" if first is None else f"first after {first - output.metrics.arrival_s:.2f} s"
+
+
+def _acceptance(outputs: Sequence[RequestOutput]) -> str:
+    rounds = sum(o.metrics.num_rounds for o in outputs)
+    drafted = sum(o.metrics.num_draft_tokens for o in outputs)
+    accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
+    length = 1 + accepted / rounds if rounds else 1.0
+    rate = f"{100 * accepted / drafted:.0f} %" if drafted else "none drafted"
+    return (
+        f"mean acceptance length: {length:.2f} tokens a round over {rounds} rounds;"
+        f" draft tokens accepted: {accepted} of {drafted} ({rate})"
+    )
+
+
+def _positions(outputs: Sequence[RequestOutput]) -> str:
+    rounds = sum(o.metrics.num_rounds for o in outputs)
+    counts: list[int] = []
+    for output in outputs:
+        for depth, count in enumerate(output.metrics.accepted_per_position):
+            counts[depth : depth + 1] = [(counts[depth] if depth < len(counts) else 0) + count]
+    return ", ".join(f"{depth}: {100 * c / rounds:.0f} %" for depth, c in enumerate(counts[:8], 1))
+
+
+def _most(sizes: dict[int, int], count: int) -> list[tuple[int, int]]:
+    most = sorted(sizes.items(), key=lambda item: -item[1])[:count]
+    return sorted(most)
