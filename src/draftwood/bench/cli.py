@@ -1,0 +1,207 @@
+"""`draftwood bench`: measurements, for a person and as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwood.bench.compare import Comparison, Skip, Watch
+    from draftwood.bench.data import BenchPrompt
+    from draftwood.bench.records import Writer
+    from draftwood.llm import LLM
+
+app = typer.Typer(
+    help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+Model = Annotated[
+    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Out = Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")]
+
+
+@app.callback()
+def _main() -> None:
+    """Measure speed on this machine."""
+
+
+@app.command()
+def compare(
+    model: Model,
+    draft: Annotated[str | None, typer.Option(help="A smaller model for drafter 'model'.")] = None,
+    drafters: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: none, suffix, recycling, auto, model, random, oracle.",
+            show_default="none,suffix,recycling,auto; and model with --draft",
+        ),
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option(help="transformers.generate takes part (greedy only).")
+    ] = True,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: JSON lines of ours, Spec-Bench or HumanEval, or a text a line.",
+            show_default="30 packaged prompts",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the noise, when sampled.")] = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Compare ways to decode: transformers, plain, and with each drafter.
+
+    All run in one process on the same prompts, one after the other in rotating order. Shown are
+    tokens per second, ratios to plain decoding, how much of what was drafted came true, where the
+    time went, and whether every text is the one of plain decoding.
+
+    Ctrl-C ends early and shows what was measured until then.
+
+    Example:  draftwood bench compare smollm2-135m --limit 6 --out result.jsonl
+    """
+    from draftwood.bench.compare import make_comparison
+    from draftwood.bench.data import load_prompts
+    from draftwood.bench.records import open_writer
+    from draftwood.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    names = _drafter_names(drafters, draft)
+    prompts = load_prompts(data, limit)
+    with open_writer(out) as writer:
+        llm = _load(model, draft=draft if "model" in names else None, dtype=dtype, device=device)
+        comparison = make_comparison(llm, model, names, params, transformers=transformers)
+        writer.write(_fingerprint(llm, "compare", params, prompts, data))
+        summary = _run(comparison, prompts, writer)
+    _show(summary, as_json)
+    if comparison.interrupted:
+        raise typer.Exit(130)
+
+
+def _drafter_names(drafters: str | None, draft: str | None) -> list[str]:
+    from draftwood.draft.base import drafter_names
+
+    if drafters is None:
+        return ["none", "suffix", "recycling", "auto", *(["model"] if draft else [])]
+    names = [name.strip() for name in drafters.split(",") if name.strip()]
+    known = {*drafter_names(), "random", "oracle"}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown drafter {name!r}: known are {', '.join(sorted(known))}")
+    if "model" in names and draft is None:
+        raise ConfigError("drafter 'model' needs a draft model: give --draft")
+    return names
+
+
+def _load(
+    model: str, *, draft: str | None = None, dtype: str | None = None, device: str | None = None
+) -> LLM:
+    from draftwood.llm import LLM
+    from draftwood.models.progress import shown_progress
+
+    with shown_progress() as progress:
+        return LLM(
+            model,
+            draft=draft,
+            drafter=None if draft else "none",
+            dtype=dtype,
+            device=device,
+            progress=progress,
+        )
+
+
+def _fingerprint(
+    llm: LLM, command: str, params: Any, prompts: Sequence[BenchPrompt], data: Path | None
+) -> dict[str, Any]:
+    from draftwood.bench.fingerprint import environment, model_facts
+
+    return {
+        "type": "fingerprint",
+        "command": command,
+        "model": model_facts(llm.model.spec),
+        "draft_model": model_facts(llm.draft_model.spec) if llm.draft_model else None,
+        "config": asdict(llm.config),
+        "params": asdict(params),
+        "prompts": {"source": data.name if data else "packaged", "count": len(prompts)},
+        "environment": environment(),
+    }
+
+
+def _run(comparison: Comparison, prompts: Sequence[BenchPrompt], writer: Writer) -> dict[str, Any]:
+    from draftwood.bench.records import RunRecord
+    from draftwood.bench.summary import summarise
+
+    def on_record(result: RunRecord | Skip) -> None:
+        if isinstance(result, RunRecord):
+            writer.write(result.to_json())
+        else:
+            writer.write({"type": "skip", **asdict(result)})
+
+    with _progress(len(prompts) * len(comparison.contenders)) as watch:
+        comparison.start(prompts, on_record, watch)
+    contenders = summarise(comparison.records)
+    for contender in comparison.contenders:
+        if contender.name in contenders:
+            contenders[contender.name]["view"] = contender.view()
+    summary = {
+        "type": "summary",
+        "interrupted": comparison.interrupted,
+        "skipped": [asdict(skip) for skip in comparison.skipped],
+        "contenders": contenders,
+    }
+    writer.write(summary)
+    return summary
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Watch]:
+    """A bar on stderr while it is a terminal."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description:32}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as display:
+        task = display.add_task("warming up", total=total)
+        started = False
+
+        def watch(prompt: str, contender: str) -> None:
+            nonlocal started
+            display.update(task, description=f"{prompt}: {contender}", advance=int(started))
+            started = True
+
+        yield watch
+
+
+def _show(summary: dict[str, Any], as_json: bool) -> None:
+    from draftwood.bench.tables import comparison_tables, console
+
+    if as_json:
+        json.dump(summary, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        console().print(comparison_tables(summary))

@@ -1,0 +1,140 @@
+"""Results for a person: tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH = 118
+_BUSY = 0.1
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    screen = Console()
+    return screen if screen.is_terminal else Console(width=_WIDTH)
+
+
+def comparison_tables(summary: dict[str, Any]) -> RenderableType:
+    """The tables of a `summary` line."""
+    contenders: dict[str, Any] = summary["contenders"]
+    parts: list[RenderableType] = [
+        _speeds(contenders),
+        _by_kind(contenders),
+        _rounds(contenders),
+    ]
+    parts.extend(Text(line) for line in _acceptance(contenders))
+    parts.extend(Text(line) for line in _notes(summary))
+    return Group(*parts)
+
+
+def _speeds(contenders: dict[str, Any]) -> Table:
+    table = Table(
+        title="Speed: tokens/s (median), and how many times the baseline's (mean of kinds)"
+    )
+    table.add_column("", no_wrap=True)
+    for column in ("whole", "decode", "x plain", "median", "worst", "x transformers", "whole x"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("same text", justify="right", no_wrap=True)
+    for name, one in contenders.items():
+        plain, other = one["to_plain"], one["to_transformers"]
+        table.add_row(
+            name,
+            _number(one["tokens_per_s"], 1),
+            _number(one["decode_tokens_per_s"], 1),
+            *(_ratio(plain["decode"], field) for field in ("mean", "median", "min")),
+            _ratio(other["decode"], "mean"),
+            _ratio(other["total"], "mean"),
+            _same(one["texts"]),
+        )
+    return table
+
+
+def _rounds(contenders: dict[str, Any]) -> Table:
+    table = Table(title="Rounds: tokens gained, nodes drafted, and where the time goes")
+    table.add_column("", no_wrap=True)
+    for column in ("tokens", "nodes", "ms", "draft", "target", "verify", "commit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, one in contenders.items():
+        rounds = one["rounds"]
+        if rounds is not None:
+            table.add_row(
+                name,
+                _number(rounds["mean_acceptance_length"], 2),
+                _number(rounds["nodes_per_round"], 1),
+                _number(1000 * rounds["seconds_per_round"], 1),
+                *(_percent(share) for share in rounds["shares"].values()),
+            )
+    return table
+
+
+def _by_kind(contenders: dict[str, Any]) -> Table:
+    table = Table(title="Decoding speed over plain, by kind")
+    table.add_column("kind")
+    speeds = {name: one["to_plain"]["decode"] for name, one in contenders.items()}
+    for name in speeds:
+        table.add_column(name, justify="right")
+    kinds = dict.fromkeys(kind for one in speeds.values() if one for kind in one["by_kind"])
+    for kind in kinds:
+        cells = (one["by_kind"].get(kind) if one else None for one in speeds.values())
+        table.add_row(kind, *(_number(cell, 2) for cell in cells))
+    table.add_section()
+    table.add_row("mean", *(_ratio(one, "mean") for one in speeds.values()))
+    return table
+
+
+def _acceptance(contenders: dict[str, Any]) -> Iterable[str]:
+    """Acceptance at the first positions, one line per drafter."""
+    drafted = {
+        name: one["rounds"]["acceptance_by_position"]
+        for name, one in contenders.items()
+        if one["rounds"] and one["rounds"]["acceptance_by_position"]
+    }
+    if drafted:
+        yield "Rounds that accepted a node at depth 1, 2, ..., of those that had one there:"
+    width = max((len(name) for name in drafted), default=0)
+    for name, shares in drafted.items():
+        yield f"  {name:{width}}  " + "  ".join(_percent(share) for share in shares[:10])
+
+
+def _notes(summary: dict[str, Any]) -> Iterable[str]:
+    for name, one in summary["contenders"].items():
+        for difference in one["texts"]["differences"]:
+            yield (
+                f"{name} differs from plain at {difference['prompt']}, token "
+                f"{difference['position']}: the target's best two are "
+                f"{difference['margin']:.2g} apart there"
+            )
+    for skip in summary["skipped"]:
+        yield f"{skip['prompt']} was skipped: {skip['reason']}"
+    others = [one["neighbours"] or 0.0 for one in summary["contenders"].values()]
+    if max(others, default=0.0) > _BUSY:
+        yield (
+            f"Other processes kept {max(others):.1f} cores busy meanwhile: "
+            "measure again when the machine is quiet."
+        )
+    if summary["interrupted"]:
+        yield "Interrupted: the tables show what was done until then."
+
+
+def _same(texts: dict[str, Any]) -> str:
+    if not texts["num_compared"]:
+        return ""
+    ties = f" +{texts['num_ties']} ties" if texts["num_ties"] else ""
+    return f"{texts['num_identical']}/{texts['num_compared']}{ties}"
+
+
+def _ratio(ratios: dict[str, Any] | None, field: str) -> str:
+    return _number(ratios[field] if ratios else None, 2)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.095 or share == 0 else f"{100 * share:.1f}%"
