@@ -109,19 +109,26 @@ _NOISE = {"cohere": -1, "cohere2": -1}
 WINDOWED = ("mistral", "gemma2", "gemma3", "cohere2", "gptoss")
 
 
-def make_module(arch: str, *, vocab_size: int = VOCAB, seed: int = SEED, **changes: Any) -> Any:
-    """A transformers model of a tiny size with lively random weights, in float32."""
+def make_module(
+    arch: str, *, vocab_size: int = VOCAB, seed: int = SEED, calm: bool = False, **changes: Any
+) -> Any:
+    """A transformers model of a tiny size with random weights, in float32.
+
+    Lively weights make lively texts, and blow up rounding errors; with `calm` ones logits are
+    comparable to 1e-5.
+    """
     _register()
     config_class, arguments = ARCHITECTURES[arch]
     config = config_class(vocab_size=vocab_size, **{**arguments, **changes})
     torch.manual_seed(seed)
     module = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _liven(module, seed + _NOISE.get(arch, 1))
+    _liven(module, seed + _NOISE.get(arch, 1), calm)
     return module
 
 
-def _liven(module: Any, seed: int) -> None:
+def _liven(module: Any, seed: int, calm: bool) -> None:
     """Scales weights so that attention and the layers outweigh the token that was read last."""
+    width, gain = (1.0, 1.0) if calm else (0.3, 3.0)
     noise = torch.Generator().manual_seed(seed)
     head = module.get_output_embeddings().weight
     embedding = module.get_input_embeddings().weight
@@ -134,26 +141,28 @@ def _liven(module: Any, seed: int) -> None:
             elif parameter is head:
                 parameter.copy_(fresh * 2.5 / parameter.shape[-1] ** 0.5)
             elif parameter is embedding:
-                parameter.copy_(fresh * 0.3)
+                parameter.copy_(fresh * width)
             else:
-                parameter.copy_(fresh * 3 / min(parameter.shape[-2:]) ** 0.5)
+                parameter.copy_(fresh * gain / min(parameter.shape[-2:]) ** 0.5)
 
 
 @lru_cache(maxsize=64)
-def reference(arch: str, *, vocab_size: int = VOCAB, seed: int = SEED) -> Any:
+def reference(arch: str, *, vocab_size: int = VOCAB, seed: int = SEED, calm: bool = False) -> Any:
     """transformers' own model, eager attention: what ours must equal. Do not change it."""
-    module = make_module(arch, vocab_size=vocab_size, seed=seed)
+    module = make_module(arch, vocab_size=vocab_size, seed=seed, calm=calm)
     module.set_attn_implementation("eager")
     return module
 
 
 @lru_cache(maxsize=64)
-def hf_model(arch: str = "llama", *, vocab_size: int = VOCAB, seed: int = SEED) -> HFModel:
+def hf_model(
+    arch: str = "llama", *, vocab_size: int = VOCAB, seed: int = SEED, calm: bool = False
+) -> HFModel:
     """The same weights as `reference` behind draftwood's `Model` protocol."""
     return HFModel(
-        make_module(arch, vocab_size=vocab_size, seed=seed),
+        make_module(arch, vocab_size=vocab_size, seed=seed, calm=calm),
         name=arch,
-        fingerprint=f"{arch}:{vocab_size}:{seed}",
+        fingerprint=f"{arch}:{vocab_size}:{seed}:{calm}",
     )
 
 
