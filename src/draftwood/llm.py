@@ -23,7 +23,7 @@ from draftwood.models.hf import load_hf
 from draftwood.models.memory import available_bytes
 from draftwood.models.progress import Progress
 from draftwood.models.sources import ModelFiles, resolve
-from draftwood.sampling import SamplingParams
+from draftwood.sampling import SamplingParams, TokenLogprobs
 from draftwood.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -42,6 +42,9 @@ class RequestOutput:
         stop_reason: the stop string or token id that ended it, if one did.
         seed: of the noise; with the same one the text comes out again.
         metrics: counts and times.
+        logprobs: one per token, if asked for.
+        prompt_logprobs: one per prompt token, None for the first, if asked for.
+        alternatives: the other outputs, when `n` is above 1.
     """
 
     request_id: str
@@ -52,6 +55,9 @@ class RequestOutput:
     stop_reason: str | int | None
     seed: int
     metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    alternatives: tuple[RequestOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +142,12 @@ class LLM:
             One output per prompt, in order.
         """
         prompt_list = _prompt_list(prompts)
-        seqs = self._add_all([self._encode(p) for p in prompt_list], _spread(params, prompt_list))
-        self._finish(seqs)
-        return [make_output(seq) for seq in seqs]
+        return self._run([self._encode(p) for p in prompt_list], _spread(params, prompt_list))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
         """Answers a conversation; what was said before is not computed again."""
-        [seq] = self._add_all([self.tokenizer.encode_chat(messages)], [params or SamplingParams()])
-        self._finish([seq])
-        return make_output(seq)
+        [output] = self._run([self.tokenizer.encode_chat(messages)], [params or SamplingParams()])
+        return output
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Completes a prompt piece by piece. Closing the iterator ends the request."""
@@ -156,7 +159,16 @@ class LLM:
         """Answers a conversation piece by piece."""
         return self._stream(self.tokenizer.encode_chat(messages), params or SamplingParams())
 
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        groups = self._add_all(prompts, params)
+        self._finish([seq for group in groups for seq in group])
+        return [make_output(group[0], group[1:]) for group in groups]
+
     def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
+        if params.n > 1:
+            raise ConfigError(f"n is {params.n}: a stream has one output; use generate")
         seq = self.engine.add(prompt_ids, params)
         return self._deltas(seq)
 
@@ -175,16 +187,30 @@ class LLM:
 
     def _add_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> list[EngineSequence]:
-        """Queues all or, when one is wrong, none."""
-        seqs: list[EngineSequence] = []
+    ) -> list[list[EngineSequence]]:
+        """Queues all or, when one is wrong, none; `n` sequences per prompt."""
+        groups: list[list[EngineSequence]] = []
         try:
             for prompt_ids, one in zip(prompts, params, strict=True):
-                seqs.append(self.engine.add(prompt_ids, one))
+                groups.append([self.engine.add(prompt_ids, one)])
+                groups[-1].extend(self._siblings(groups[-1][0]))
         except BaseException:
-            self._abort(seqs)
+            self._abort([seq for group in groups for seq in group])
             raise
-        return seqs
+        return groups
+
+    def _siblings(self, first: EngineSequence) -> list[EngineSequence]:
+        """The other outputs of the same prompt: they share its KV and differ by their seed."""
+        prompt_ids = first.tokens[: first.num_prompt_tokens]
+        return [
+            self.engine.add(
+                prompt_ids,
+                first.params.but(seed=(first.seed + i) % 2**64, prompt_logprobs=None),
+                f"{first.request_id}-{i}",
+                parent=first,
+            )
+            for i in range(1, first.params.n)
+        ]
 
     def _finish(self, seqs: Sequence[EngineSequence]) -> None:
         try:
@@ -239,8 +265,9 @@ class LLM:
         )
 
 
-def make_output(seq: EngineSequence) -> RequestOutput:
-    """The output of a sequence as it stands."""
+def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> RequestOutput:
+    """The output of a sequence as it stands; `others` come of the same prompt."""
+    wants, prompt_wants = seq.params.logprobs, seq.params.prompt_logprobs
     return RequestOutput(
         request_id=seq.request_id,
         prompt_token_ids=tuple(seq.tokens[: seq.num_prompt_tokens]),
@@ -250,6 +277,9 @@ def make_output(seq: EngineSequence) -> RequestOutput:
         stop_reason=seq.stop_reason,
         seed=seq.seed,
         metrics=seq.metrics,
+        logprobs=None if wants is None else tuple(seq.logprobs),
+        prompt_logprobs=None if prompt_wants is None else (None, *seq.prompt_logprobs),
+        alternatives=tuple(make_output(other) for other in others),
     )
 
 

@@ -1,0 +1,1 @@
+"""The engine: sequences, scheduling, tree sizes and the round."""

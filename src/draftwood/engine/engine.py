@@ -8,7 +8,6 @@ tokens and computed tokens, and what is missing is work for the next forward.
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Sequence as Seq
 from time import perf_counter
 
@@ -19,15 +18,15 @@ from draftwood.attention import Work, pack
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, NoDrafter, Outcome
 from draftwood.draft.guard import GuardedDrafter
+from draftwood.engine.admission import Admission
 from draftwood.engine.controller import Controller, measure_cost
 from draftwood.engine.observers import Observer, Round
 from draftwood.engine.scheduler import Job, Scheduler
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import ConfigError, PromptError
 from draftwood.kv import BlockPool, Lease, PrefixIndex
 from draftwood.models.base import Model
-from draftwood.sampling import SamplingParams, choose, walk
-from draftwood.text import Detokenizer, Tokenizer
+from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
+from draftwood.text import Tokenizer
 from draftwood.tree import TokenTree
 from draftwood.tree.shape import CostTable
 
@@ -65,6 +64,9 @@ class Engine:
         cost = self._measure_cost() if speculative and config.adaptive else None
         self.controller = Controller(cost, config.max_tree_nodes)
         self._scheduler = Scheduler(config, self.drafter)
+        self._admission = Admission(
+            tokenizer, model.spec.vocab_size, self.max_length, pool, self.prefix
+        )
         self._num_requests = 0
 
     @property
@@ -79,33 +81,21 @@ class Engine:
         return min(self.model.spec.max_model_len, slots)
 
     def add(
-        self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        parent: Sequence | None = None,
     ) -> Sequence:
-        """Queues a request.
+        """Queues a request; `parent` is one with the same prompt, whose KV it then shares.
 
         Raises:
             PromptError: the prompt is empty, holds ids the model does not know, or leaves no room.
+            ConfigError: the parameters do not fit the prompt or the vocabulary.
         """
-        self._check_prompt(prompt_ids)
-        length = self._length(len(prompt_ids), params)
         self._num_requests += 1
-        eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            prompt_ids,
-            params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-        seq = Sequence(
-            request_id=request_id or f"request-{self._num_requests}",
-            tokens=list(prompt_ids),
-            num_prompt_tokens=len(prompt_ids),
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            max_length=length,
-            detokenizer=detokenizer,
-            lease=Lease(self.pool, self.prefix),
+        seq = self._admission.make(
+            prompt_ids, params, request_id or f"request-{self._num_requests}", parent
         )
         self._scheduler.add(seq)
         return seq
@@ -123,7 +113,12 @@ class Engine:
         marks.append(perf_counter())
         logits = self._forward(jobs)
         marks.append(perf_counter())
-        done = [(job, rows) for job, rows in zip(jobs, logits, strict=True) if job.tree]
+        self._read_prompt_logprobs(jobs, logits)
+        done = [
+            (job, rows[-len(job.tree) :])
+            for job, rows in zip(jobs, logits, strict=True)
+            if job.tree
+        ]
         outcomes = [self._verify(job, rows) for job, rows in done]
         marks.append(perf_counter())
         for job in jobs:
@@ -139,33 +134,6 @@ class Engine:
             if seq.finished:
                 self._scheduler.retire(seq)
         return changed
-
-    def _check_prompt(self, prompt_ids: Seq[int]) -> None:
-        if not prompt_ids:
-            raise PromptError("the prompt is empty: give at least one token")
-        vocab_size = self.model.spec.vocab_size
-        for token in prompt_ids:
-            if not 0 <= token < vocab_size:
-                raise PromptError(
-                    f"token id {token} does not exist: the vocabulary has {vocab_size} ids"
-                )
-
-    def _length(self, num_prompt: int, params: SamplingParams) -> int:
-        """The most tokens the sequence may have, prompt included."""
-        limit = self.max_length
-        if num_prompt >= limit:
-            raise PromptError(
-                f"the prompt has {num_prompt} tokens, and the context holds {limit} with at least "
-                "one to generate: shorten it"
-            )
-        if params.max_tokens is None:
-            return limit
-        if num_prompt + params.max_tokens > limit:
-            raise ConfigError(
-                f"max_tokens is {params.max_tokens}: after a prompt of {num_prompt} tokens the "
-                f"context of {limit} has room for {limit - num_prompt}"
-            )
-        return num_prompt + params.max_tokens
 
     def _propose(self, seqs: Seq[Sequence], other_rows: int) -> list[TokenTree]:
         """One tree per sequence that decodes, cut to what pays."""
@@ -190,36 +158,54 @@ class Engine:
     def _verify(self, job: Job, logits: Tensor) -> Outcome:
         """Walks one tree by the target's choices."""
         assert job.tree is not None
-        seq, length = job.seq, len(job.seq.tokens)
-        if seq.params.greedy and logits.is_cuda:
+        seq, tree = job.seq, job.tree
+        if seq.params.greedy and not seq.rules and logits.is_cuda:
             best = logits.argmax(dim=-1).tolist()  # one transfer for all nodes
-            verdict = walk(job.tree, lambda node, depth: best[node])
+            verdict = walk(tree, lambda node, depth: best[node])
         else:
-            verdict = walk(
-                job.tree,
-                lambda node, depth: choose(logits[node], seq.params, seq.seed, length + depth),
-            )
-        return Outcome(job.tree, verdict, verdict.tokens, logits)
+            verdict = walk(tree, lambda node, depth: _pick(seq, tree, logits[node], node, depth))
+        return Outcome(tree, verdict, verdict.tokens, logits)
 
     def _commit(self, job: Job, outcome: Outcome) -> Outcome:
         """Appends what the stop rules leave, then keeps the KV of just that."""
         seq, verdict = job.seq, outcome.verdict
         num_before = job.num_prefill_rows  # prompt rows in front of the root
-        kept = seq.append(verdict.tokens)
+        kept = seq.append(verdict.tokens, self._logprobs(seq, outcome))
         if num_before == 0:
             seq.metrics.count_round(verdict.num_drafted, min(kept, verdict.num_accepted))
         path = [num_before + node for node in verdict.path[:kept]]
         seq.lease.commit([*range(num_before), *path])
         return Outcome(outcome.tree, verdict, verdict.tokens[:kept], outcome.logits)
 
+    def _logprobs(self, seq: Sequence, outcome: Outcome) -> list[TokenLogprobs]:
+        """Log-probabilities of the verdict's tokens, if the request wants them."""
+        num_top, verdict = seq.params.logprobs, outcome.verdict
+        if num_top is None:
+            return []
+        return [
+            token_logprobs(outcome.logits[node], token, num_top)
+            for node, token in zip(verdict.path, verdict.tokens, strict=True)
+        ]
+
+    def _read_prompt_logprobs(self, jobs: Seq[Job], logits: Seq[Tensor]) -> None:
+        """Log-probabilities of prompt tokens, from the rows before each."""
+        for job, rows in zip(jobs, logits, strict=True):
+            num_top = job.seq.params.prompt_logprobs
+            start = job.work.context + 1
+            if num_top is None or start != len(job.seq.prompt_logprobs) + 1:
+                continue
+            tokens = job.seq.tokens[start : job.seq.num_prompt_tokens]
+            job.seq.prompt_logprobs.extend(
+                token_logprobs(row, token, num_top)
+                for row, token in zip(rows, tokens, strict=False)
+            )
+
     def _learn(self, jobs: Seq[Job], outcomes: Seq[Outcome]) -> None:
         # A prompt's last chunk drafted nothing, but its tokens and logits are news all the same.
         self.drafter.observe([job.seq for job in jobs], outcomes)
 
     def _report(self, jobs: Seq[Job], outcomes: Seq[Outcome], marks: Seq[float]) -> None:
-        plan, target, verify, commit, learn = (
-            b - a for a, b in itertools.pairwise(marks)
-        )
+        plan, target, verify, commit, learn = (b - a for a, b in itertools.pairwise(marks))
         drafted = [o for o in outcomes if len(o.tree) > 1]
         if drafted:
             accepted = sum(o.verdict.num_accepted for o in drafted)
@@ -254,6 +240,14 @@ class Engine:
         table = measure_cost(forward, sizes, _COST_BUDGET_S)
         lease.close()
         return table
+
+
+def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int) -> int:
+    """The target's choice at a node, under every rule for the node's own path."""
+    if seq.rules:
+        path = [tree.tokens[i] for i in tree.path(node)[1:]]
+        logits = seq.rules.apply(logits, seq.tokens + path, seq.num_prompt_tokens)
+    return choose(logits, seq.params, seq.seed, len(seq.tokens) + depth)
 
 
 def _budget(seq: Sequence, budget: int) -> int:

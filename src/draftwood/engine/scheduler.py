@@ -17,7 +17,10 @@ from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter
 from draftwood.engine.sequence import Sequence, Status
 from draftwood.errors import CapacityError
+from draftwood.kv import Lease
 from draftwood.tree import TokenTree
+
+_MAX_LOGIT_ROWS = 64  # a row of logits takes the vocabulary's size in memory
 
 Propose = Callable[[Seq[Sequence], int], list[TokenTree]]
 
@@ -105,20 +108,30 @@ class Scheduler:
         return [job for job in jobs if job.seq in self._running]
 
     def _admit(self) -> None:
+        held_back: list[Sequence] = []
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             seq = self._waiting.popleft()
-            seq.lease = seq.lease.reopen(seq.tokens)
-            if seq.metrics.num_cached_tokens == 0:
-                seq.metrics.num_cached_tokens = min(seq.lease.length, seq.num_prompt_tokens)
-            seq.status = Status.RUNNING
-            self._running.append(seq)
-            self._drafter.start(seq)
+            if _waits_for_parent(seq):
+                held_back.append(seq)
+            else:
+                self._start(seq)
+        self._waiting.extendleft(reversed(held_back))
+
+    def _start(self, seq: Sequence) -> None:
+        seq.lease = _first_lease(seq)
+        if seq.metrics.num_cached_tokens == 0:
+            seq.metrics.num_cached_tokens = min(seq.lease.length, seq.num_prompt_tokens)
+        seq.status = Status.RUNNING
+        self._running.append(seq)
+        self._drafter.start(seq)
 
     def _prefill_sizes(self, rows_left: int) -> dict[str, int]:
         """Rows for each sequence whose known tokens are not all computed, oldest first."""
         sizes = {}
         for seq in self._running:
             size = min(seq.num_missing, rows_left)
+            if _wants_all_logits(seq):
+                size = min(size, _MAX_LOGIT_ROWS)
             if seq.num_missing > 1 and size > 0:
                 sizes[seq.request_id] = size
                 rows_left -= size
@@ -136,7 +149,9 @@ class Scheduler:
         start = seq.lease.length
         tokens = seq.tokens[start : start + size]
         last = start + size == len(seq.tokens)
-        rows = (size - 1,) if last else ()
+        rows: Seq[int] = (size - 1,) if last else ()
+        if _wants_all_logits(seq):
+            rows = range(size)
         work = Work(seq.lease, start, tokens, None, rows)
         return Job(
             seq, work, TokenTree.root(tokens[-1]) if last else None, size - 1 if last else size
@@ -159,3 +174,28 @@ class Scheduler:
         seq.lease.close()
         seq.status = Status.WAITING
         self._waiting.appendleft(seq)
+
+
+def _waits_for_parent(seq: Sequence) -> bool:
+    """Whether the prompt it shares is still being computed by another sequence."""
+    parent = seq.parent
+    if parent is None or parent.finished:
+        return False
+    return parent.lease.length < seq.num_prompt_tokens
+
+
+def _first_lease(seq: Sequence) -> Lease:
+    """The KV to start from: the parent's, what the prefix index has, or none."""
+    parent = seq.parent
+    fresh = len(seq.tokens) == seq.num_prompt_tokens
+    if parent is not None and not parent.finished and fresh:
+        seq.lease.close()
+        return parent.lease.fork(seq.num_prompt_tokens - 1)
+    # Log-probabilities of the prompt need it computed, whatever is cached.
+    return seq.lease.reopen(() if _wants_all_logits(seq) else seq.tokens)
+
+
+def _wants_all_logits(seq: Sequence) -> bool:
+    """Whether log-probabilities of prompt tokens are still to be read."""
+    wanted = seq.params.prompt_logprobs is not None
+    return wanted and len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1

@@ -8,7 +8,7 @@ from enum import StrEnum
 from time import perf_counter
 
 from draftwood.kv import Lease
-from draftwood.sampling import SamplingParams
+from draftwood.sampling import Rules, SamplingParams, TokenLogprobs
 from draftwood.text import Detokenizer
 
 
@@ -81,7 +81,11 @@ class Sequence:
         tokens: prompt and output.
         stop_ids: tokens that end the text.
         max_length: most tokens, prompt included.
+        rules: what its parameters demand of logits.
+        parent: a sequence with the same prompt, whose KV it shares; None for none.
         stop_reason: the stop string or token that ended it, if one did.
+        logprobs: of the output tokens, if the parameters ask for them.
+        prompt_logprobs: of the prompt's tokens from the second one on, likewise.
     """
 
     request_id: str
@@ -93,9 +97,13 @@ class Sequence:
     max_length: int
     detokenizer: Detokenizer
     lease: Lease
+    rules: Rules
+    parent: Sequence | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -113,13 +121,14 @@ class Sequence:
         """Whether it has ended."""
         return self.status is Status.FINISHED
 
-    def append(self, tokens: Seq[int]) -> int:
+    def append(self, tokens: Seq[int], logprobs: Seq[TokenLogprobs] = ()) -> int:
         """Takes new tokens up to where a stop rule ends the text; returns how many were taken.
 
         The one place where end-of-sequence, stop tokens, stop strings and the length act, in this
         order, for each token. It runs before the round's KV is committed.
         """
         for taken, token in enumerate(tokens, start=1):
+            self.logprobs.extend(logprobs[taken - 1 : taken])
             self._append_one(token)
             if self.finished:
                 return taken
@@ -142,6 +151,8 @@ class Sequence:
         if self.metrics.first_token_s is None:
             self.metrics.first_token_s = perf_counter()
         stopped = self.detokenizer.append(token)
+        if len(self.tokens) - self.num_prompt_tokens <= self.params.min_tokens:
+            stopped = None
         if token in self.stop_ids:
             self._end("stop", token)
         elif stopped is not None:
@@ -164,3 +175,4 @@ class Sequence:
         kept = sum(offset < length for offset in self.detokenizer.offsets)
         del self.tokens[self.num_prompt_tokens + kept :]
         del self.detokenizer.offsets[kept:]
+        del self.logprobs[kept:]

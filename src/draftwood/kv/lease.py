@@ -60,6 +60,17 @@ class Lease:
         self.close()
         return Lease.open(self._pool, self._prefix, tokens, salt)
 
+    def fork(self, length: int) -> Lease:
+        """A new lease that shares this one's first `length` computed tokens."""
+        assert length <= self.length
+        other = Lease(self._pool, self._prefix)
+        for block in self._table[: -(-length // self._pool.block_size)]:
+            self._pool.share(block)
+            other._add_block(block)
+        other.length = length
+        other.draft_length = min(self.draft_length, length)
+        return other
+
     @property
     def capacity(self) -> int:
         """Slots held, used or not."""

@@ -1,6 +1,16 @@
 """How tokens are chosen. Pure functions of logits, parameters and a seed."""
 
 from draftwood.sampling.params import SamplingParams
-from draftwood.sampling.walk import Verdict, choose, walk
+from draftwood.sampling.rules import Rules, make_rules
+from draftwood.sampling.walk import TokenLogprobs, Verdict, choose, token_logprobs, walk
 
-__all__ = ["SamplingParams", "Verdict", "choose", "walk"]
+__all__ = [
+    "Rules",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Verdict",
+    "choose",
+    "make_rules",
+    "token_logprobs",
+    "walk",
+]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from draftwood.errors import ConfigError
+
+LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +22,21 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
         min_p: drop tokens below this share of the most likely one's probability; in [0, 1].
+        repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is neutral.
+        presence_penalty: taken from the logit of every token generated before; -2 to 2.
+        frequency_penalty: the same, times how often it was generated; -2 to 2.
+        logit_bias: token id to a number added to its logit; minus infinity bans it.
+        bad_words: strings that must not appear in the output.
+        min_tokens: the model's end tokens and `stop_token_ids` are banned until so many are there.
+        logits_processors: transformers LogitsProcessors, or functions of `(input_ids, scores)`.
+        logprobs: how many of the likeliest tokens to report at each place, besides the chosen one;
+            None reports nothing. They are the model's own, before penalties and temperature.
+        prompt_logprobs: the same for the prompt's tokens.
+        n: how many outputs to generate; they share the prompt's KV. Output i uses seed + i.
         seed: of the noise. The same model, prompt, parameters and seed give the same text.
             None draws a fresh seed for each request, shown in its output.
         stop: generation ends before the first of these strings.
+        include_stop_str_in_output: end behind the stop string instead.
         stop_token_ids: generation ends at the first of these tokens, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
         speculation: False decodes this request plainly.
@@ -35,8 +50,19 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
     seed: int | None = None
     stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: bool = True
@@ -47,8 +73,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         self._check_counts()
         self._check_probabilities()
+        self._check_penalties()
         _require(all(self.stop), "stop", self.stop, "non-empty strings")
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1"
@@ -61,6 +90,17 @@ class SamplingParams:
             self.max_tokens,
             "at least 1 (leave it out for as many as the context holds)",
         )
+        limit = self.max_tokens
+        _require(
+            self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
+            "min_tokens",
+            self.min_tokens,
+            "from 0 to max_tokens",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= 100, name, value, "from 0 to 100")
+        _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.top_k >= -1, "top_k", self.top_k, "at least 1, or 0 to keep every token")
         _require(
             self.max_tree_nodes is None or self.max_tree_nodes >= 0,
@@ -68,6 +108,24 @@ class SamplingParams:
             self.max_tree_nodes,
             "at least 0",
         )
+
+    def _check_penalties(self) -> None:
+        penalty = self.repetition_penalty
+        _require(
+            math.isfinite(penalty) and penalty > 0,
+            "repetition_penalty",
+            penalty,
+            "a finite number above 0",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, name, value, "from -2 to 2")
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                isinstance(token, int) and token >= 0, "logit_bias", token, "keyed by token ids"
+            )
+            _require(bias < math.inf, "logit_bias", bias, "made of numbers below infinity")
+        _require(all(self.bad_words), "bad_words", self.bad_words, "non-empty strings")
 
     def _check_probabilities(self) -> None:
         _require(

@@ -22,6 +22,32 @@ from draftwood.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, and which it found likeliest there.
+
+    Attributes:
+        token: the token that was chosen.
+        logprob: its log-probability under the model alone: no penalties, no temperature.
+        rank: 1 for the likeliest token.
+        top: (token, log-probability) of the likeliest ones, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities at one place, from its raw [V] logits."""
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    own = scores[token]
+    top = torch.topk(scores, min(num_top, len(scores)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenLogprobs(token, float(own), int((scores > own).sum()) + 1, tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What verification decided about one tree.
 

@@ -27,6 +27,7 @@ class Detokenizer:
         context: tokens before the first one; they shape its text and are not part of it.
         stop: strings at which the text ends.
         skip_special_tokens: leave special tokens out.
+        include_stop: end the text behind a stop string, not before it.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
+        self._include_stop = include_stop
         self._decoder = decoder
         self._skip = skip_special_tokens
         self._stop = tuple(stop)
@@ -99,5 +102,5 @@ class Detokenizer:
         if not hits:
             return None
         place, stop = min(hits)
-        self.text = self.text[:place]
+        self.text = self.text[: place + len(stop) if self._include_stop else place]
         return stop
