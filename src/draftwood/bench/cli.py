@@ -29,7 +29,13 @@ Model = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="one for each core")]
 Out = Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")]
+
+
+def _example(arguments: str) -> str:
+    """The end of a command's help."""
+    return f"[bold]Example:[/bold] draftwood bench {arguments}"
 
 
 @app.callback()
@@ -37,7 +43,7 @@ def _main() -> None:
     """Measure speed on this machine."""
 
 
-@app.command()
+@app.command(epilog=_example("compare smollm2-135m --limit 6 --out result.jsonl"))
 def compare(
     model: Model,
     draft: Annotated[str | None, typer.Option(help="A smaller model for drafter 'model'.")] = None,
@@ -64,35 +70,100 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of the noise, when sampled.")] = 0,
     dtype: Dtype = None,
     device: Device = None,
+    threads: Threads = None,
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Compare ways to decode: transformers, plain, and with each drafter.
 
-    All run in one process on the same prompts, one after the other in rotating order. Shown are
-    tokens per second, ratios to plain decoding, how much of what was drafted came true, where the
-    time went, and whether every text is the one of plain decoding.
-
-    Ctrl-C ends early and shows what was measured until then.
-
-    Example:  draftwood bench compare smollm2-135m --limit 6 --out result.jsonl
-    """
+    All take turns at the same prompts in one process. Shown are speeds, ratios to plain decoding, how much of what was drafted came true, where the time went, and whether every text is that of plain decoding. Ctrl-C ends early and shows what was measured until then.
+    """  # noqa: E501
     from draftwood.bench.compare import make_comparison
     from draftwood.bench.data import load_prompts
     from draftwood.bench.records import open_writer
     from draftwood.sampling import SamplingParams
 
+    _set_threads(threads)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     names = _drafter_names(drafters, draft)
     prompts = load_prompts(data, limit)
     with open_writer(out) as writer:
         llm = _load(model, draft=draft if "model" in names else None, dtype=dtype, device=device)
         comparison = make_comparison(llm, model, names, params, transformers=transformers)
-        writer.write(_fingerprint(llm, "compare", params, prompts, data))
+        source = {"source": data.name if data else "packaged", "count": len(prompts)}
+        facts = {"params": asdict(params), "prompts": source, "drafters": names}
+        writer.write(_fingerprint(llm, "compare", **facts))
         summary = _run(comparison, prompts, writer)
     _show(summary, as_json)
     if comparison.interrupted:
         raise typer.Exit(130)
+
+
+@app.command(epilog=_example("cost smollm2-135m --contexts 64,1024 --plot cost.png"))
+def cost(
+    model: Model,
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before the tree, comma-separated.")
+    ] = "64,512,1024",
+    rows: Annotated[
+        str, typer.Option(help="Rows to verify, comma-separated; 1 is among them.")
+    ] = "1,2,3,4,5,6,8,10,12,16,20,24,32,40,48,56,64",
+    repeats: Annotated[int, typer.Option(help="Measurements of each.", min=1)] = 9,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    out: Out = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+) -> None:
+    """Measure what verifying n tokens costs, against one: the price of a tree."""
+    from draftwood.bench import cost as measuring
+    from draftwood.bench.records import open_writer
+    from draftwood.bench.tables import console, cost_table
+
+    _set_threads(threads)
+    lengths, sizes = _numbers("contexts", contexts, 0), _numbers("rows", rows, 1)
+    if plot is not None:
+        measuring.plotting()
+    with open_writer(out) as writer:
+        llm = _load(model, dtype=dtype, device=device)
+        writer.write(_fingerprint(llm, "cost", repeats=repeats))
+        points = measuring.measure(
+            llm.model,
+            llm.pool,
+            lengths,
+            sorted({1, *sizes}),
+            repeats,
+            lambda point: writer.write(point.to_json()),
+        )
+    if plot is not None:
+        spec = llm.model.spec
+        measuring.plot(points, plot, f"{spec.name}, {str(spec.dtype).removeprefix('torch.')}")
+    if as_json:
+        _print_json([point.to_json() for point in points])
+    else:
+        console().print(cost_table(points))
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    """A comma-separated list of whole numbers."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: give whole numbers, like 1,2,4") from error
+    if min(numbers) < least:
+        raise ConfigError(f"{option} holds {min(numbers)}: the least is {least}")
+    return numbers
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}: it must be at least 1")
+    torch.set_num_threads(threads)
 
 
 def _drafter_names(drafters: str | None, draft: str | None) -> list[str]:
@@ -127,9 +198,7 @@ def _load(
         )
 
 
-def _fingerprint(
-    llm: LLM, command: str, params: Any, prompts: Sequence[BenchPrompt], data: Path | None
-) -> dict[str, Any]:
+def _fingerprint(llm: LLM, command: str, **facts: Any) -> dict[str, Any]:
     from draftwood.bench.fingerprint import environment, model_facts
 
     return {
@@ -138,8 +207,7 @@ def _fingerprint(
         "model": model_facts(llm.model.spec),
         "draft_model": model_facts(llm.draft_model.spec) if llm.draft_model else None,
         "config": asdict(llm.config),
-        "params": asdict(params),
-        "prompts": {"source": data.name if data else "packaged", "count": len(prompts)},
+        **facts,
         "environment": environment(),
     }
 
@@ -201,7 +269,11 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
     from draftwood.bench.tables import comparison_tables, console
 
     if as_json:
-        json.dump(summary, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _print_json(summary)
     else:
         console().print(comparison_tables(summary))
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")

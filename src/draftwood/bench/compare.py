@@ -171,6 +171,7 @@ class Comparison:
             num_tokens=len(run.token_ids),
             first_token_s=run.first_token_s,
             total_s=run.total_s,
+            cpu_s=run.cpu_s,
             rounds=run.rounds,
             identical=None if plain is None else difference is None,
             difference=difference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
 import torch
@@ -52,17 +52,17 @@ class EngineContender:
         timer, depths = RoundTimer(), DepthCounter()
         self.engine.observers[:] = [timer, depths]
         self.engine.prefix.clear()
-        begin = perf_counter()
+        begin, cpu = perf_counter(), process_time()
         seq = self.engine.add(prompt_ids, params)
         try:
             while not seq.finished:
                 self.engine.step()
-            end = perf_counter()
+            end, cpu = perf_counter(), process_time() - cpu
         finally:
             self.engine.abort(seq)
             self.engine.prefix.clear()
             self.engine.observers.clear()
-        return _engine_run(seq, begin, end, timer, depths)
+        return _engine_run(seq, begin, end, cpu, timer, depths)
 
     def view(self) -> dict[str, Any]:
         """The controller's state: what it believes rows to cost, and the sizes it chose."""
@@ -129,18 +129,19 @@ class TransformersContender:
         """See `Contender.run`."""
         ids = torch.tensor([list(prompt_ids)], device=self._module.device)
         clock = _TokenClock()
-        begin = perf_counter()
+        begin, cpu = perf_counter(), process_time()
         output: Tensor = self._module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=params.max_tokens,
             streamer=clock,
         )
-        end = perf_counter()
+        end, cpu = perf_counter(), process_time() - cpu
         return Run(
             token_ids=tuple(output[0, len(prompt_ids) :].tolist()),
             first_token_s=(clock.first_s or end) - begin,
             total_s=end - begin,
+            cpu_s=cpu,
         )
 
     def view(self) -> dict[str, Any]:
@@ -166,7 +167,12 @@ class _TokenClock:
 
 
 def _engine_run(
-    seq: EngineSequence, begin: float, end: float, timer: RoundTimer, depths: DepthCounter
+    seq: EngineSequence,
+    begin: float,
+    end: float,
+    cpu_s: float,
+    timer: RoundTimer,
+    depths: DepthCounter,
 ) -> Run:
     metrics = seq.metrics
     first = metrics.first_token_s or end
@@ -174,6 +180,7 @@ def _engine_run(
         token_ids=tuple(seq.output_ids),
         first_token_s=first - begin,
         total_s=end - begin,
+        cpu_s=cpu_s,
         rounds=Rounds(
             num_rounds=metrics.num_rounds,
             num_draft_tokens=metrics.num_draft_tokens,

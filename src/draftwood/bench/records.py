@@ -49,12 +49,14 @@ class Run:
         token_ids: what was generated, the end token included.
         first_token_s: seconds until the first token.
         total_s: seconds until the last one.
+        cpu_s: seconds all threads of this process worked (or waited busily).
         rounds: None for a contender that has none.
     """
 
     token_ids: tuple[int, ...]
     first_token_s: float
     total_s: float
+    cpu_s: float
     rounds: Rounds | None = None
 
 
@@ -67,7 +69,7 @@ class RunRecord:
         contender: who generated.
         order: its turn at this prompt, from 0.
         num_prompt_tokens, num_tokens: lengths.
-        first_token_s, total_s: as in `Run`.
+        first_token_s, total_s, cpu_s: as in `Run`.
         rounds: as in `Run`.
         neighbours: cores that other processes kept busy meanwhile; None where it is not known.
         identical: the tokens are those of plain decoding; None when that was not run.
@@ -82,6 +84,7 @@ class RunRecord:
     num_tokens: int
     first_token_s: float
     total_s: float
+    cpu_s: float
     rounds: Rounds | None = None
     neighbours: float | None = None
     identical: bool | None = None

@@ -19,6 +19,11 @@ def total_speed(record: RunRecord) -> float | None:
     return record.tokens_per_s
 
 
+def cpu_speed(record: RunRecord) -> float | None:
+    """Tokens per second of processor time: on one thread, others' work does not count."""
+    return record.num_tokens / record.cpu_s if record.cpu_s > 0 else None
+
+
 def decode_speed(record: RunRecord) -> float | None:
     """Tokens a second after the first."""
     return record.decode_tokens_per_s
@@ -51,10 +56,12 @@ def _contender(name: str, records: Sequence[RunRecord]) -> dict[str, Any]:
         "to_plain": {
             "decode": ratios(own, plain, decode_speed),
             "total": ratios(own, plain, total_speed),
+            "cpu": ratios(own, plain, cpu_speed),
         },
         "to_transformers": {
             "decode": ratios(own, other, decode_speed),
             "total": ratios(own, other, total_speed),
+            "cpu": ratios(own, other, cpu_speed),
         },
         **_acceptance([record.rounds for record in own if record.rounds]),
         "neighbours": _middle(record.neighbours for record in own),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from draftwood.bench.cost import CostPoint
 
 _WIDTH = 118
 _BUSY = 0.1
@@ -119,6 +121,24 @@ def _notes(summary: dict[str, Any]) -> Iterable[str]:
         )
     if summary["interrupted"]:
         yield "Interrupted: the tables show what was done until then."
+
+
+def cost_table(points: Sequence[CostPoint]) -> Table:
+    """Verify cost by rows and context: milliseconds, and plain steps it amounts to."""
+    table = Table(title="Milliseconds to verify n rows (in plain steps)")
+    table.add_column("rows", justify="right")
+    by_place = {(point.context, point.rows): point for point in points}
+    contexts = list(dict.fromkeys(point.context for point in points))
+    for context in contexts:
+        table.add_column(f"context {context}", justify="right", no_wrap=True)
+    for rows in dict.fromkeys(point.rows for point in points):
+        cells = [by_place.get((context, rows)) for context in contexts]
+        table.add_row(str(rows), *(_cost(cell) for cell in cells))
+    return table
+
+
+def _cost(point: CostPoint | None) -> str:
+    return "" if point is None else f"{1000 * point.median_s:.1f}  ({point.relative:.2f})"
 
 
 def _same(texts: dict[str, Any]) -> str:
