@@ -22,11 +22,11 @@ from draftwood.errors import (
     UnsupportedModelError,
     VocabularyError,
 )
-from draftwood.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.draft.base import Drafter, Outcome
     from draftwood.llm import LLM, Delta, RequestOutput
+    from draftwood.sampling import SamplingParams
     from draftwood.tree import TokenTree
 
 __version__ = "0.1.0"
@@ -56,6 +56,7 @@ _LAZY = {
     "LLM": "draftwood.llm",
     "Delta": "draftwood.llm",
     "RequestOutput": "draftwood.llm",
+    "SamplingParams": "draftwood.sampling",
     "Drafter": "draftwood.draft.base",
     "Outcome": "draftwood.draft.base",
     "TokenTree": "draftwood.tree",

@@ -309,7 +309,7 @@ def _ignores_positions(inner: Any, arguments: dict[str, Any]) -> Any:
 
 def _shifts_last_states(inner: Any, arguments: dict[str, Any]) -> Any:
     """The same behind the last layer, where no KV carries the fault to another row."""
-    rows = arguments.pop("logits_to_keep")
+    rows = arguments.pop("logits_to_keep", slice(None))
     states = inner.model(**arguments).last_hidden_state
     shifted = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
     return SimpleNamespace(logits=inner.lm_head((states + 0.5 * shifted)[:, rows]))

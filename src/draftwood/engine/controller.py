@@ -45,10 +45,20 @@ class Controller:
             return 0
         return self.max_nodes
 
-    def choose(self, trees: Sequence[TokenTree], other_rows: int) -> list[TokenTree]:
-        """Cuts the proposed trees to the size that pays."""
+    def choose(
+        self, trees: Sequence[TokenTree], other_rows: int = 0, room: int = 1 << 30
+    ) -> list[TokenTree]:
+        """Cuts the proposed trees to the size that pays.
+
+        Args:
+            trees: one per sequence that decodes.
+            other_rows: rows in the same forward that are needed anyway.
+            room: most draft nodes the forward can take.
+        """
         proposed = sum(len(tree) - 1 for tree in trees)
-        if proposed == 0 or self.cost is None:
+        if proposed > room:
+            trees = pack_best(trees, room)
+        if proposed == 0 or room == 0 or self.cost is None:
             return list(trees)
         size = best_sizes(
             trees, self.cost, trust=self.trust, other_rows=other_rows, overhead_s=self.draft_s

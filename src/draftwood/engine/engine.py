@@ -145,7 +145,8 @@ class Engine:
             tree.clip(max(seq.max_length - len(seq.tokens) - 1, 0))
             for seq, tree in zip(seqs, trees, strict=True)
         ]
-        return self.controller.choose(trees, other_rows)
+        room = max(self.config.max_batch_tokens - len(seqs) - other_rows, 0)
+        return self.controller.choose(trees, other_rows, room)
 
     def _forward(self, jobs: Seq[Job]) -> list[Tensor]:
         """The target's logits for each job's wanted rows."""

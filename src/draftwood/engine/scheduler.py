@@ -109,7 +109,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         held_back: list[Sequence] = []
-        while self._waiting and len(self._running) < self._config.max_num_seqs:
+        # Every running sequence needs a row of each forward.
+        most = min(self._config.max_num_seqs, self._config.max_batch_tokens)
+        while self._waiting and len(self._running) < most:
             seq = self._waiting.popleft()
             if _waits_for_parent(seq):
                 held_back.append(seq)

@@ -24,6 +24,8 @@ from draftwood.models.sources import ModelFiles
 from draftwood.tree import TokenTree
 
 _NAME = "draftwood"
+_CHECK_PATH = (11, 37, 53)
+_CHECK_STRANGER = (23,)
 _REWINDABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -34,6 +36,7 @@ class _Call:
     batch: Batch
     plane: Plane | None
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    windows: set[int | None] = field(default_factory=set)
 
 
 def _attention(
@@ -61,10 +64,21 @@ def _attention(
             f"{type(module).__name__} makes attention masks or biases of its own: "
             "they do not know the token tree, so this architecture cannot be used"
         )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} looks at what comes later: it is an encoder, not a decoder "
+            "(a config with is_decoder may help)"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if draftwood_call.plane is None:
+        if layer in draftwood_call.seen:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends more than once per layer: this architecture "
+                "cannot be used"
+            )
         draftwood_call.seen[layer] = (keys.shape[1], keys.shape[2], values.shape[2])
+        draftwood_call.windows.add(sliding_window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     rule = AttentionRule(
         scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap, s_aux
@@ -78,7 +92,8 @@ def _attention(
         layer=layer,
         rule=rule,
     )
-    return output[None], None
+    # Some modelling code views the result, so it has to be contiguous.
+    return output.contiguous()[None], None
 
 
 class HFModel:
@@ -100,10 +115,11 @@ class HFModel:
         max_model_len: int | None = None,
     ) -> None:
         _refuse_unrewindable(type(module), module.config)
-        module.set_attn_implementation(_NAME)
         self._module = module.eval()
         self._device = next(module.parameters()).device
         self._dtype = next(module.parameters()).dtype
+        reference = self._reference_logits()
+        module.set_attn_implementation(_NAME)
         num_parameters = sum(p.numel() for p in module.parameters())
         kv, vocab_size = self._probe()
         self.spec = ModelSpec(
@@ -118,7 +134,7 @@ class HFModel:
         )
         if self._device.type == "cpu" and self._dtype == torch.float32:
             pack_linears(module)
-        self._check_rewind()
+        self._check_rewind(reference)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, plane: Plane) -> Tensor:
@@ -148,6 +164,7 @@ class HFModel:
             raise UnsupportedModelError(
                 f"{type(self._module).__name__} does not take what a token tree needs ({error})"
             ) from error
+        self._refuse_hidden_window(call)
         shapes = set(call.seen.values())
         if sorted(call.seen) != list(
             range(self._module.config.get_text_config().num_hidden_layers)
@@ -165,31 +182,67 @@ class HFModel:
         spec = KVSpec(num_layers, heads, key_dim, value_dim, self._dtype, self._device)
         return spec, int(logits.shape[-1])
 
-    def _check_rewind(self) -> None:
-        """Runs a tree and its path as a chain: the logits must agree.
+    def _refuse_hidden_window(self, call: _Call) -> None:
+        """Refuses a model whose sliding window is only in masks, which a tree does not use."""
+        config = self._module.config.get_text_config()
+        if getattr(config, "sliding_window", None) and call.windows == {None}:
+            layers = set(getattr(config, "layer_types", None) or ("sliding_attention",))
+            if "sliding_attention" in layers:
+                raise UnsupportedModelError(
+                    f"{type(self._module).__name__} keeps its sliding window to itself: this "
+                    "architecture cannot be used"
+                )
+
+    @torch.inference_mode()
+    def _reference_logits(self) -> Tensor:
+        """Logits behind the check's path by transformers alone, before anything is exchanged."""
+        self._module.set_attn_implementation("eager")
+        ids = torch.tensor([self._check_tokens(_CHECK_PATH)], device=self._device)
+        logits: Tensor = self._module(input_ids=ids, use_cache=False).logits[0, -1].float()
+        return logits
+
+    def _check_tokens(self, tokens: tuple[int, ...]) -> list[int]:
+        size = self._module.config.get_text_config().vocab_size
+        return [token % size for token in tokens]
+
+    def _check_rewind(self, reference: Tensor) -> None:
+        """Runs a tree, and its path as a chain in two chunks: both must give transformers' logits.
 
         Catches a model that takes positions from somewhere else than `positions`, or looks at its
-        neighbours in the batch, before it can ever give a wrong text.
+        neighbours in the batch, before it can ever give a wrong text. In the tree a stranger stands
+        before the last node.
         """
-        vocab = self.spec.vocab_size
-        a, b, c, d = (token % vocab for token in (11, 23, 37, 53))
-        tree = TokenTree((a, b, c, d), (-1, 0, 0, 2), (1.0,) * 4, ("",) * 4)
+        a, c, d = self._check_tokens(_CHECK_PATH)
+        [stranger] = self._check_tokens(_CHECK_STRANGER)
+        tree = TokenTree((a, c, stranger, d), (-1, 0, 0, 1), (1.0,) * 4, ("",) * 4)
         pool = BlockPool(self.spec.kv, num_blocks=1)
-        in_tree = self._last_logits(pool, list(tree.tokens), tree)
-        in_chain = self._last_logits(pool, [a, c, d], None)
         limit = 1e-3 if self._dtype == torch.float32 else 0.1
-        scale = in_chain.abs().max().clamp(min=1.0)
-        if not bool(((in_tree - in_chain).abs().max() / scale) < limit):
+        scale = reference.abs().max().clamp(min=1.0)
+        try:
+            in_tree = self._last_logits(pool, [(list(tree.tokens), tree)])
+            in_chain = self._last_logits(pool, [([a], None), ([c, d], None)])
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
             raise UnsupportedModelError(
-                f"{type(self._module).__name__} computes a branch of a tree differently from the "
-                "same tokens alone: it takes positions or state from elsewhere and cannot be used"
-            )
+                f"{type(self._module).__name__} cannot be run on a token tree ({_line(error)})"
+            ) from error
+        for logits in (in_tree, in_chain):
+            if not bool(((logits - reference).abs().max() / scale) < limit):
+                raise UnsupportedModelError(
+                    f"{type(self._module).__name__} computes a branch of a tree differently from "
+                    "the same tokens alone: it takes positions or state from elsewhere and cannot "
+                    "be used"
+                )
 
-    def _last_logits(self, pool: BlockPool, tokens: list[int], tree: TokenTree | None) -> Tensor:
+    def _last_logits(
+        self, pool: BlockPool, parts: list[tuple[list[int], TokenTree | None]]
+    ) -> Tensor:
+        """Logits of the last row after running `parts` one behind the other."""
         lease = Lease.open(pool)
-        lease.reserve(len(tokens))
-        work = Work(lease, 0, tokens, tree, [len(tokens) - 1])
-        logits = self.forward(pack([work], self._device), pool.target)
+        lease.reserve(pool.block_size)
+        for tokens, tree in parts:
+            work = Work(lease, lease.length, tokens, tree, [len(tokens) - 1])
+            logits = self.forward(pack([work], self._device), pool.target)
+            lease.commit(range(len(tokens)))
         lease.close()
         return logits[0]
 

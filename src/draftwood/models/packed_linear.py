@@ -30,6 +30,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
         self._bias = None if bias is None else bias.detach()
+        # Modelling code may ask for the shape or type of the weight; its numbers are laid out anew.
+        self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
