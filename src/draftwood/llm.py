@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
-from draftwood.models.hf import load_hf
+from draftwood.models.load import Placement, load_model
 from draftwood.models.memory import available_bytes
 from draftwood.models.progress import Progress
-from draftwood.models.sources import ModelFiles, resolve
 from draftwood.sampling import SamplingParams, TokenLogprobs
 from draftwood.text import Tokenizer
 
@@ -86,6 +85,8 @@ class LLM:
         device: "cpu", "cuda", "cuda:1", ...; None takes CUDA when there is one.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
             own type elsewhere.
+        quantization: "int8" (on CPU: 8-bit weights and activations), "none", or None, which takes
+            8 bits for models above 300 M parameters on a CPU.
         max_model_len: cap on the sequence length.
         config: further limits and switches.
         progress: told about downloads and conversions.
@@ -105,21 +106,22 @@ class LLM:
         drafter: str | Drafter | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        quantization: str | None = None,
         max_model_len: int | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
         drafter = _drafter_choice(drafter, draft)
-        where, kind = _device(device), _dtype(dtype)
+        placement = Placement(_device(device), _dtype(dtype), quantization, max_model_len)
         self.config = config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV")))
-        files = resolve(model, progress=progress)
+        self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
-        draft_files = resolve(draft, progress=progress) if draft else None
-        shared = self._shared_vocabulary(draft_files)
-        self.model: Model = load_hf(files, device=where, dtype=kind, max_model_len=max_model_len)
         self.draft_model: Model | None = None
-        if draft_files is not None:
-            self.draft_model = load_hf(draft_files, device=where, dtype=kind)
+        shared = 0
+        if draft is not None:
+            other = replace(placement, max_model_len=None)
+            self.draft_model, draft_files, _ = load_model(draft, other, progress)
+            shared = shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
         self.pool = self._make_pool()
         self.engine = self.make_engine(self._make_drafter(drafter, shared))
 
@@ -225,11 +227,6 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _shared_vocabulary(self, draft_files: ModelFiles | None) -> int:
-        if draft_files is None:
-            return 0
-        return shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
 
     def _make_drafter(self, drafter: str | Drafter, shared: int) -> Drafter:
         if isinstance(drafter, Drafter):

@@ -92,6 +92,19 @@ def convert(path: Path, target: Path, name: str, progress: Progress = silent) ->
         return cache.publish(made, target)
 
 
+def write_small_files(path: Path, folder: Path) -> PreTrainedConfig:
+    """Write config, generation config and tokenizer of a GGUF file; returns the config.
+
+    Raises ModelError like `convert`.
+    """
+    file = GgufFile.open(path)
+    config = _config(file)
+    _parameters(file, config)
+    write_tokenizer(file, folder)
+    _write_configs(file, config, folder)
+    return config
+
+
 def _config(file: GgufFile) -> PreTrainedConfig:
     from transformers import AutoConfig
 

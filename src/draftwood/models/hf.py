@@ -126,7 +126,7 @@ class HFModel:
             name=name,
             fingerprint=fingerprint,
             vocab_size=vocab_size,
-            max_model_len=_max_model_len(module.config, max_model_len),
+            max_model_len=checked_length(module.config, max_model_len),
             num_parameters=num_parameters,
             kv=kv,
             dtype=self._dtype,
@@ -327,7 +327,8 @@ def _refuse_unrewindable(model_class: Any, config: Any) -> None:
         )
 
 
-def _max_model_len(config: Any, limit: int | None) -> int:
+def checked_length(config: Any, limit: int | None) -> int:
+    """The longest sequence: the model's own limit, or a lower one."""
     text_config = config.get_text_config()
     own = getattr(text_config, "max_position_embeddings", None) or 2**17
     if limit is not None and limit > own:

