@@ -34,6 +34,7 @@ def chat(
     tree_nodes: opt.TreeNodes = 32,
     device: opt.Device = None,
     dtype: opt.DType = None,
+    quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = None,
     max_tokens: opt.MaxTokens = None,
@@ -60,6 +61,7 @@ def chat(
         tree_nodes=tree_nodes,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         kv_memory=kv_memory,
     )
@@ -151,7 +153,7 @@ class _Chat:
 
     def _answer(self) -> Run:
         ids = self.llm.tokenizer.encode_chat(self.messages)
-        params = with_room(self.llm, len(ids), self.params, _DEFAULT_TOKENS)
+        params = with_room(self.llm.engine, len(ids), self.params, _DEFAULT_TOKENS)
         hidden = self.view.as_json or self.view.show_tree
 
         def show(index: int, text: str, ended: bool) -> None:
@@ -159,7 +161,7 @@ class _Chat:
                 write(text + ("\n" if ended else ""))
 
         with observe(self.llm, show_tree=self.view.show_tree) as timer:
-            run = complete(self.llm, [Request(ids, params)], show)
+            run = complete(self.llm.engine, [Request(ids, params)], show)
         [output] = run.outputs
         if self.view.as_json:
             record = output_record(output) | {"interrupted": run.interrupted}

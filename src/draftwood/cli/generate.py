@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from draftwood.cli.output import Transcript, observe
 from draftwood.cli.prompts import Prompt, read_prompts
 from draftwood.cli.running import Request, Run, complete, with_room
 from draftwood.cli.stats import engine_record, model_record, output_record, stats_lines
+from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftwood.engine.observers import RoundTimer
@@ -62,6 +64,7 @@ def generate(
     tree_nodes: opt.TreeNodes = 32,
     device: opt.Device = None,
     dtype: opt.DType = None,
+    quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = None,
     max_tokens: opt.MaxTokens = None,
@@ -88,6 +91,7 @@ def generate(
         tree_nodes=tree_nodes,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         kv_memory=kv_memory,
     )
@@ -110,7 +114,7 @@ def generate(
     ]
     with observe(llm, show_tree=show_tree) as timer:
         transcript = Transcript(requests, hidden=as_json or show_tree)
-        run = complete(llm, requests, transcript.add)
+        run = complete(llm.engine, requests, transcript.add)
     if as_json:
         print(json.dumps(_record(llm, load_s, requests, run, timer), ensure_ascii=False))
     else:
@@ -120,29 +124,33 @@ def generate(
 
 def _own_params(params: SamplingParams, prompt: Prompt) -> SamplingParams:
     """The parameters of one prompt: its own over the command's."""
-    if not prompt.params:
-        return params
-    own = type(params).from_dict(prompt.params)
-    return params.but(**{name: getattr(own, name) for name in prompt.params})
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    try:
+        own = type(params).from_dict(values | prompt.params)
+    except TypeError as error:
+        raise ConfigError(f"params of a prompt cannot be used: {error}") from error
+    if own.n > 1:
+        raise ConfigError(f"n is {own.n}: the command line gives one output per prompt")
+    return own
 
 
 def _request(
     llm: LLM, prompt: Prompt, params: SamplingParams, *, chat: bool, system: str | None
 ) -> Request:
     ids = _encode(llm, prompt, chat=chat, system=system)
-    return Request(ids, with_room(llm, len(ids), params, _DEFAULT_TOKENS), prompt.id)
+    return Request(ids, with_room(llm.engine, len(ids), params, _DEFAULT_TOKENS), prompt.id)
 
 
 def _encode(llm: LLM, prompt: Prompt, *, chat: bool, system: str | None) -> list[int]:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    if prompt.is_chat:
-        return llm.tokenizer.encode_chat([*messages, *prompt.content])  # type: ignore[list-item]
-    if not isinstance(prompt.content, str):
-        return prompt.content  # type: ignore[return-value]
-    if chat or system:
-        question = {"role": "user", "content": prompt.content}
-        return llm.tokenizer.encode_chat([*messages, question])
-    return llm.tokenizer.encode(prompt.content)
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    messages = prompt.messages
+    if messages is None and (chat or system):
+        messages = [{"role": "user", "content": prompt.text}]
+    if messages is None:
+        return llm.tokenizer.encode(prompt.text or "")
+    before = [{"role": "system", "content": system}] if system else []
+    return llm.tokenizer.encode_chat([*before, *messages])
 
 
 def _record(

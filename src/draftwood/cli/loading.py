@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from draftwood.cli.options import ModelOptions
+from draftwood.models.packaged import PACKAGED
 from draftwood.models.progress import shown_progress
 from draftwood.models.sources import resolve
 
@@ -30,9 +31,8 @@ def load(options: ModelOptions) -> LLM:
     quiet()
     with shown_progress(sys.stderr) as progress:
         for name in (options.model, options.draft):
-            # A name that is wrong is told before the seconds that torch takes to import.
-            if name is not None and not _on_hub(name):
-                resolve(name, progress=progress)
+            if name is not None and is_nothing(name):
+                resolve(name)  # tells so, before the seconds that torch takes to import
         from draftwood.llm import LLM
 
         plain = options.no_speculation
@@ -42,6 +42,7 @@ def load(options: ModelOptions) -> LLM:
             drafter="none" if plain else options.drafter,
             device=options.device,
             dtype=options.dtype,
+            quantization=options.quantization,
             max_model_len=options.max_model_len,
             config=options.config,
             progress=progress,
@@ -54,5 +55,6 @@ def timed_load(options: ModelOptions) -> tuple[LLM, float]:
     return load(options), perf_counter() - begin
 
 
-def _on_hub(name: str) -> bool:
-    return "/" in name and not os.path.exists(os.path.expanduser(name))
+def is_nothing(name: str) -> bool:
+    """Whether a name is no packaged model, nothing on the disk, and cannot be on the hub."""
+    return "/" not in name and name not in PACKAGED and not os.path.exists(name)

@@ -60,6 +60,13 @@ DType = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 or none. Default: int8 on a CPU for models above 300 M parameters.",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -157,6 +164,7 @@ class ModelOptions:
     tree_nodes: int = 32
     device: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
     max_model_len: int | None = None
     kv_memory: str | None = None
     config: EngineConfig = field(init=False)

@@ -13,24 +13,34 @@ from draftwood.errors import PromptError
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a user asks.
+    """What a user asks, in one of three forms.
 
     Attributes:
-        content: text, token ids, or the messages of a conversation.
+        text: to go on from.
+        token_ids: the same, as the model sees it.
+        messages: a conversation.
         id: the user's own name for it.
         params: sampling parameters of this prompt only.
+
+    Raises:
+        PromptError: it is empty or cannot be encoded.
     """
 
-    content: str | list[int] | list[Message]
+    text: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[Message] | None = None
     id: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is a conversation."""
-        return isinstance(self.content, list) and isinstance(self.content[0], dict)
+    def __post_init__(self) -> None:
+        if not (self.text or self.token_ids or self.messages):
+            raise PromptError("the prompt is empty")
+        try:
+            (self.text or "").encode()
+        except UnicodeEncodeError as error:
+            raise PromptError("the prompt is not valid UTF-8") from error
 
 
 def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
@@ -48,8 +58,8 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
             raise PromptError("a prompt and --prompt-file are given: use one of them")
         return _from_file(file)
     if argument is None or argument == "-":
-        return [_checked(Prompt(_from_stdin(argument)))]
-    return [_checked(Prompt(argument))]
+        return [Prompt(text=_from_stdin(argument))]
+    return [Prompt(text=argument)]
 
 
 def _from_stdin(argument: str | None) -> str:
@@ -66,13 +76,14 @@ def _from_file(path: Path) -> list[Prompt]:
     except OSError as error:
         raise PromptError(f"{path} cannot be read ({error.strerror})") from error
     lines = enumerate(_decoded(content, str(path)).split("\n"), start=1)
-    parse = _from_json if path.suffix.lower() == ".jsonl" else Prompt
+    is_json = path.suffix.lower() == ".jsonl"
     prompts = []
     for number, line in lines:
         if not line.strip():
             continue
         try:
-            prompts.append(_checked(parse(line.removesuffix("\r"))))
+            line = line.removesuffix("\r")
+            prompts.append(_from_json(line) if is_json else Prompt(text=line))
         except PromptError as error:
             raise PromptError(f"{path}, line {number}: {error}") from error
     if not prompts:
@@ -84,36 +95,32 @@ def _from_json(line: str) -> Prompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise PromptError(f"this is no JSON ({error})") from error
+        raise PromptError(f"not valid JSON ({error})") from error
     if isinstance(value, str):
-        return Prompt(value)
+        return Prompt(text=value)
     if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
         raise PromptError("a line is a string, or an object with either prompt or messages")
-    content = value.get("prompt", value.get("messages"))
-    kind = dict if "messages" in value else int
-    listed = isinstance(content, list) and all(type(item) is kind for item in content)
-    if not listed and not (kind is int and isinstance(content, str)):
-        raise PromptError(
-            "messages is a list of objects with role and content"
-            if kind is dict
-            else "prompt is a text or a list of token ids"
-        )
-    params = value.get("params", {})
+    name, params = value.get("id"), value.get("params", {})
     if not isinstance(params, dict):
         raise PromptError("params is an object of sampling parameters")
-    name = value.get("id")
-    return Prompt(content, None if name is None else str(name), params)
+    return Prompt(**_content(value), id=None if name is None else str(name), params=params)
 
 
-def _checked(prompt: Prompt) -> Prompt:
-    if not prompt.content:
-        raise PromptError("the prompt is empty")
-    if isinstance(prompt.content, str):
-        try:
-            prompt.content.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError("the prompt is not valid UTF-8") from error
-    return prompt
+def _content(value: dict[str, Any]) -> dict[str, Any]:
+    if "messages" in value:
+        if not _is_list_of(dict, value["messages"]):
+            raise PromptError("messages is a list of objects with role and content")
+        return {"messages": value["messages"]}
+    prompt = value["prompt"]
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if not _is_list_of(int, prompt):
+        raise PromptError("prompt is a text or a list of token ids")
+    return {"token_ids": prompt}
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _decoded(content: bytes, where: str) -> str:

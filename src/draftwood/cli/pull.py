@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from draftwood.cli import options as opt
-from draftwood.cli.loading import quiet
+from draftwood.cli.loading import is_nothing, quiet
 from draftwood.models.cache import cache_dir, human_bytes
 from draftwood.models.packaged import PACKAGED, PackagedModel
-from draftwood.models.progress import shown_progress
-from draftwood.models.sources import CONVERTER_VERSION, resolve
+from draftwood.models.progress import Progress, shown_progress
+from draftwood.models.sources import CONVERTER_VERSION, ModelFiles, resolve
 
 Name = Annotated[
     str | None,
@@ -27,17 +27,29 @@ Name = Annotated[
 
 
 def pull(name: Name = None, as_json: opt.Json = False) -> None:
-    """Download a model into the cache, or list the models that need no hub."""
+    """Download a model and convert it to what this machine runs, or list those that need no hub."""
     if name is None:
         _list(as_json)
         return
     quiet()
     with shown_progress(sys.stderr) as progress:
-        files = resolve(name, progress=progress)
+        files = _fetch(name, progress)
     if as_json:
         print(json.dumps({"name": name, "path": str(files.path), "fingerprint": files.fingerprint}))
     else:
         print(files.path)
+
+
+def _fetch(name: str, progress: Progress) -> ModelFiles:
+    if is_nothing(name):
+        return resolve(name)  # raises
+    import torch
+
+    from draftwood.models.load import Placement, choose_form
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choice = choose_form(name, Placement(device), progress)
+    return resolve(name, progress=progress, form=choice.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +62,14 @@ class CachedModel:
     def is_ready(self) -> bool:
         """Whether it loads without a download."""
         name = f"{self.model.alias}-{self.model.sha256[:16]}-v{CONVERTER_VERSION}"
-        return (cache_dir() / "models" / name).exists()
+        return any((cache_dir() / "models").glob(f"{name}*"))
 
     @property
     def state(self) -> str:
         """The same in a few words."""
         if self.is_ready:
             return "cached"
-        return "downloaded, not unpacked" if self.model.gguf_path.exists() else "not cached"
+        return "downloaded, not converted" if self.model.gguf_path.exists() else "not cached"
 
     def record(self) -> dict[str, Any]:
         """As JSON."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from draftwood.errors import DraftwoodError
 
 if TYPE_CHECKING:
+    from draftwood.engine.engine import Engine
     from draftwood.engine.sequence import Sequence as EngineSequence
-    from draftwood.llm import LLM, RequestOutput
+    from draftwood.llm import RequestOutput
     from draftwood.sampling import SamplingParams
 
 OnText = Callable[[int, str, bool], None]
@@ -47,7 +48,7 @@ class Request:
 
     Attributes:
         prompt_ids: token ids, as the model sees them.
-        params: how tokens are chosen; `max_tokens` None takes `default_tokens` or what is left.
+        params: how tokens are chosen and when to stop.
         id: what the user calls it.
     """
 
@@ -64,11 +65,11 @@ class Run:
     interrupted: bool
 
 
-def complete(llm: LLM, requests: Sequence[Request], on_text: OnText) -> Run:
+def complete(engine: Engine, requests: Sequence[Request], on_text: OnText | None = None) -> Run:
     """Runs requests in one packed batch.
 
     Args:
-        llm: the model.
+        engine: who runs them.
         requests: all are queued or, when one is wrong, none.
         on_text: `on_text(index, text, ended)` is told each new piece, and once that it ended.
 
@@ -81,17 +82,21 @@ def complete(llm: LLM, requests: Sequence[Request], on_text: OnText) -> Run:
     with Interrupt() as interrupt:
         try:
             for i, request in enumerate(requests):
-                seqs.append(_add(llm, request, i if len(requests) > 1 else None))
-            news = _News(seqs, on_text)
+                seqs.append(_add(engine, request, i if len(requests) > 1 else None))
+            news = _News(seqs, on_text or _unheard)
             while not interrupt.asked and not all(seq.finished for seq in seqs):
-                llm.engine.step()
+                engine.step()
                 news.tell()
         finally:
             cut = not all(seq.finished for seq in seqs)
             for seq in seqs:
-                llm.engine.abort(seq)
+                engine.abort(seq)
         news.tell()
     return Run([make_output(seq) for seq in seqs], cut)
+
+
+def _unheard(index: int, text: str, ended: bool) -> None:
+    pass
 
 
 class _News:
@@ -102,6 +107,7 @@ class _News:
         self._on_text = on_text
 
     def tell(self) -> None:
+        """Passes on what is new."""
         for i, (seq, num_shown) in list(self._open.items()):
             text = seq.visible_text()
             if seq.finished:
@@ -112,16 +118,18 @@ class _News:
                 self._on_text(i, text[num_shown:], seq.finished)
 
 
-def with_room(llm: LLM, num_prompt: int, params: SamplingParams, default: int) -> SamplingParams:
+def with_room(
+    engine: Engine, num_prompt: int, params: SamplingParams, default: int
+) -> SamplingParams:
     """`params`, with `max_tokens` when the user gave none: `default`, or what the context holds."""
     if params.max_tokens is not None:
         return params
-    return params.but(max_tokens=max(min(default, llm.engine.max_length - num_prompt), 1))
+    return params.but(max_tokens=max(min(default, engine.max_length - num_prompt), 1))
 
 
-def _add(llm: LLM, request: Request, index: int | None) -> EngineSequence:
+def _add(engine: Engine, request: Request, index: int | None) -> EngineSequence:
     try:
-        return llm.engine.add(request.prompt_ids, request.params)
+        return engine.add(request.prompt_ids, request.params)
     except DraftwoodError as error:
         if index is None:
             raise

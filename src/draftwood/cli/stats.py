@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
         "ttft_s": None if first is None else first - metrics.arrival_s,
         "decode_s": metrics.decode_s,
         "tokens_per_s": tokens_per_s(output),
-    }
+    } | ({} if output.logprobs is None else {"logprobs": [asdict(one) for one in output.logprobs]})
 
 
 def model_record(llm: LLM, load_s: float) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def model_record(llm: LLM, load_s: float) -> dict[str, Any]:
         "drafter": llm.engine.drafter.name,
         "device": str(spec.device),
         "dtype": str(spec.dtype).removeprefix("torch."),
+        "quantization": spec.quantization,
         "load_s": load_s,
     }
 
@@ -70,7 +72,7 @@ def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -
     if positions := _positions(outputs):
         lines.append(f"accepted by position: {positions}")
     if sizes := llm.engine.controller.sizes:
-        chosen = ", ".join(f"{size} ({count} rounds)" for size, count in _most(sizes, 6))
+        chosen = ", ".join(f"{size} ({count}x)" for size, count in _most(sizes, 6))
         lines.append(f"draft tokens a round: {chosen}")
     if shares := timer.shares():
         parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())

@@ -297,9 +297,11 @@ def load_hf(
 
 def _register() -> None:
     from transformers import AttentionInterface
+    from transformers.utils.logging import disable_progress_bar
 
     AttentionInterface.register(_NAME, _attention)
-    # Weight-loading bars of transformers would break our own progress display.
+    # What transformers shows while it loads would break our own progress display.
+    disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
