@@ -1,0 +1,69 @@
+# Everything a checkout can do. Each target makes its own environment first (.venv), from pinned
+# packages; the second time that takes no time.
+#
+#   make demo    generate three texts twice, plain and speculative, and compare
+#   make test    linters, types and tests
+#   make lint    linters and types only
+#   make format  rewrite the sources in the project's format
+#   make venv    the environment alone; then  .venv/bin/draftwood --help
+#   make clean   remove the environment and what tools left behind
+#
+#   PYTHON=python3.12            which Python (3.11 or newer, with its venv module)
+#   TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+#                                a smaller PyTorch for a machine without a CUDA device
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format venv clean
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+demo: $(VENV)/.run
+	@$(BIN)/draftwood demo
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is not Python 3.11 or newer: make ... PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "error: $(PYTHON) has no venv module: apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# PyTorch first and alone: it is the one large package, and may come from another index.
+$(VENV)/.torch: $(VENV)/.made requirements.txt
+	$(PIP) install $(TORCH_ARGS) -c requirements.txt torch
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch requirements.txt pyproject.toml
+	$(PIP) install -r requirements.txt
+	$(PIP) install --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run requirements-dev.txt
+	$(PIP) install -r requirements-dev.txt
+	@touch $@
