@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from draftwood.draft.grow import Calibrator, Guess, grow
 from draftwood.draft.recycling import RecyclingTable
 from draftwood.draft.suffix import SuffixAutomaton, SuffixGuesser
-from draftwood.engine.controller import Controller, measure_cost
+from draftwood.engine.controller import Controller
+from draftwood.engine.costs import CostModel
 from draftwood.sampling import Verdict
 from draftwood.tree import TokenTree
 from draftwood.tree.shape import CostTable, best_sizes
@@ -163,9 +164,14 @@ def test_tree_size_weighs_gain_against_cost() -> None:
     assert best_sizes([tree], CostTable((1, 11), (1.0, 3.0)), trust=0.1) == 0
 
 
+def costs(*seconds: float) -> CostModel:
+    table = CostTable(tuple(range(1, len(seconds) + 1)), seconds)
+    return CostModel(table, table, 0)
+
+
 def test_controller_rests_longer_and_longer_and_recovers() -> None:
     """A drafter that is never right must cost next to nothing, and get another chance."""
-    controller = Controller(CostTable((1, 2), (1.0, 2.0)), 8)
+    controller = Controller(costs(1.0, 2.0), 8)
     tree = TokenTree.chain([0, 1, 2], decay=0.1)
     asked = 0
     for _ in range(400):
@@ -175,20 +181,13 @@ def test_controller_rests_longer_and_longer_and_recovers() -> None:
             controller.observe([cut], 0, 0.0)
     assert 3 <= asked <= 14
     good = TokenTree.chain([0, 1, 2], decay=1.0)
-    controller = Controller(CostTable((1, 2), (1.0, 1.1)), 8, trust=0.01)
+    controller = Controller(costs(1.0, 1.1), 8, trust=0.01)
     for _ in range(2000):
         if controller.budget():
             [cut] = controller.choose([good], 0)
             controller.observe([cut], len(cut) - 1, 0.0)
     assert controller.trust > 0.5
     assert controller.budget() == 8
-
-
-def test_measured_cost_never_falls_with_rows() -> None:
-    times = {1: 1.0, 2: 0.9, 4: 3.0}
-    table = measure_cost(times.__getitem__, (1, 2, 4), budget_s=100)
-    assert table == CostTable((1, 2, 4), (1.0, 1.0, 3.0))
-    assert measure_cost(times.__getitem__, (1, 2, 4), budget_s=1.5).rows == (1,)
 
 
 def test_gumbel_top_tokens_are_what_a_draft_like_the_target_proposes() -> None:

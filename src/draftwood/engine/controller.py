@@ -8,11 +8,12 @@ and small probes find out, ever more rarely, whether drafting has become worthwh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftwood.engine.costs import CostModel
 from draftwood.tree import TokenTree
-from draftwood.tree.shape import CostTable, best_sizes
+from draftwood.tree.shape import best_sizes
 from draftwood.tree.token_tree import pack_best
 
 _PROBE_NODES = 2
@@ -24,13 +25,13 @@ class Controller:
     """Chooses tree sizes.
 
     Attributes:
-        cost: seconds of a target forward by rows; None verifies whatever is proposed.
+        cost: what a target forward costs; None verifies whatever is proposed.
         max_nodes: most draft nodes per sequence and round.
         trust: accepted draft tokens over promised ones, as a moving average.
         draft_s: seconds of drafting a round, as a moving average.
     """
 
-    cost: CostTable | None
+    cost: CostModel | None
     max_nodes: int
     trust: float = 1.0
     draft_s: float = 0.0
@@ -46,7 +47,11 @@ class Controller:
         return self.max_nodes
 
     def choose(
-        self, trees: Sequence[TokenTree], other_rows: int = 0, room: int = 1 << 30
+        self,
+        trees: Sequence[TokenTree],
+        other_rows: int = 0,
+        room: int = 1 << 30,
+        context: float = 0.0,
     ) -> list[TokenTree]:
         """Cuts the proposed trees to the size that pays.
 
@@ -54,6 +59,7 @@ class Controller:
             trees: one per sequence that decodes.
             other_rows: rows in the same forward that are needed anyway.
             room: most draft nodes the forward can take.
+            context: tokens of context, averaged over the sequences.
         """
         proposed = sum(len(tree) - 1 for tree in trees)
         if proposed > room:
@@ -61,7 +67,11 @@ class Controller:
         if proposed == 0 or room == 0 or self.cost is None:
             return list(trees)
         size = best_sizes(
-            trees, self.cost, trust=self.trust, other_rows=other_rows, overhead_s=self.draft_s
+            trees,
+            self.cost.at(context),
+            trust=self.trust,
+            other_rows=other_rows,
+            overhead_s=self.draft_s,
         )
         self.sizes[size] = self.sizes.get(size, 0) + 1
         if size == 0:
@@ -83,28 +93,3 @@ class Controller:
         self._rest = min(max(2 * self._rest, 1), _MAX_REST)
         self._resting = self._rest
         return pack_best(trees, _PROBE_NODES)
-
-
-def measure_cost(
-    forward: Callable[[int], float], sizes: Sequence[int], budget_s: float
-) -> CostTable:
-    """Times forwards of growing numbers of rows, until the time is used up.
-
-    Args:
-        forward: runs a forward with that many rows and returns its seconds.
-        sizes: numbers of rows, ascending.
-        budget_s: seconds after which no larger size is tried.
-    """
-    forward(sizes[0])  # the first run pays for lazy initialisation
-    rows: list[int] = []
-    seconds: list[float] = []
-    spent = 0.0
-    for size in sizes:
-        times = [forward(size) for _ in range(2)]
-        spent += sum(times)
-        rows.append(size)
-        # More rows never cost less: a faster reading of a larger size is noise.
-        seconds.append(max(min(times), seconds[-1] if seconds else 0.0))
-        if spent > budget_s:
-            break
-    return CostTable(tuple(rows), tuple(seconds))

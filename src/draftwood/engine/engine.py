@@ -14,24 +14,21 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from draftwood.attention import Work, pack
+from draftwood.attention import pack
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, NoDrafter, Outcome
 from draftwood.draft.guard import GuardedDrafter
 from draftwood.engine.admission import Admission
-from draftwood.engine.controller import Controller, measure_cost
+from draftwood.engine.controller import Controller
+from draftwood.engine.costs import cost_model
 from draftwood.engine.observers import Observer, Round
 from draftwood.engine.scheduler import Job, Scheduler
 from draftwood.engine.sequence import Sequence
-from draftwood.kv import BlockPool, Lease, PrefixIndex
+from draftwood.kv import BlockPool, PrefixIndex
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
 from draftwood.text import Tokenizer
 from draftwood.tree import TokenTree
-from draftwood.tree.shape import CostTable
-
-_COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
-_COST_BUDGET_S = 2.0
 
 
 class Engine:
@@ -61,7 +58,7 @@ class Engine:
         self.observers: list[Observer] = []
         self.prefix = PrefixIndex(pool, model.spec.fingerprint.encode())
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
-        cost = self._measure_cost() if speculative and config.adaptive else None
+        cost = cost_model(model, pool) if speculative and config.adaptive else None
         self.controller = Controller(cost, config.max_tree_nodes)
         self._scheduler = Scheduler(config, self.drafter)
         self._admission = Admission(
@@ -146,7 +143,7 @@ class Engine:
             for seq, tree in zip(seqs, trees, strict=True)
         ]
         room = max(self.config.max_batch_tokens - len(seqs) - other_rows, 0)
-        return self.controller.choose(trees, other_rows, room)
+        return self.controller.choose(trees, other_rows, room, _mean_context(seqs))
 
     def _forward(self, jobs: Seq[Job]) -> list[Tensor]:
         """The target's logits for each job's wanted rows."""
@@ -207,6 +204,11 @@ class Engine:
 
     def _report(self, jobs: Seq[Job], outcomes: Seq[Outcome], marks: Seq[float]) -> None:
         plan, target, verify, commit, learn = (b - a for a, b in itertools.pairwise(marks))
+        prefill_rows = sum(job.num_prefill_rows for job in jobs)
+        num_rows = sum(len(job.work.tokens) for job in jobs)
+        if self.controller.cost and num_rows and not prefill_rows:
+            context = _mean_context([job.seq for job in jobs])
+            self.controller.cost.observe(num_rows, context, target)
         drafted = [o for o in outcomes if len(o.tree) > 1]
         if drafted:
             accepted = sum(o.verdict.num_accepted for o in drafted)
@@ -214,8 +216,8 @@ class Engine:
         round_ = Round(
             request_ids=tuple(job.seq.request_id for job in jobs if job.tree),
             outcomes=tuple(outcomes),
-            num_rows=sum(len(job.work.tokens) for job in jobs),
-            num_prefill_rows=sum(job.num_prefill_rows for job in jobs),
+            num_rows=num_rows,
+            num_prefill_rows=prefill_rows,
             draft_s=plan + learn,
             target_s=target,
             verify_s=verify,
@@ -224,24 +226,6 @@ class Engine:
         for observer in self.observers:
             observer.on_round(round_)
 
-    def _measure_cost(self) -> CostTable:
-        """Times forwards of this model on this machine."""
-        lease = Lease(self.pool)
-        lease.reserve(min(max(_COST_SIZES), self.max_length))
-        sizes = [size for size in _COST_SIZES if size <= lease.capacity]
-
-        def forward(size: int) -> float:
-            batch = pack([Work(lease, 0, [0] * size, None, range(size))], self.pool.device)
-            begin = perf_counter()
-            self.model.forward(batch, self.pool.target)
-            if self.pool.device.type == "cuda":
-                torch.cuda.synchronize(self.pool.device)
-            return perf_counter() - begin
-
-        table = measure_cost(forward, sizes, _COST_BUDGET_S)
-        lease.close()
-        return table
-
 
 def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int) -> int:
     """The target's choice at a node, under every rule for the node's own path."""
@@ -249,6 +233,10 @@ def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int)
         path = [tree.tokens[i] for i in tree.path(node)[1:]]
         logits = seq.rules.apply(logits, seq.tokens + path, seq.num_prompt_tokens)
     return choose(logits, seq.params, seq.seed, len(seq.tokens) + depth)
+
+
+def _mean_context(seqs: Seq[Sequence]) -> float:
+    return sum(len(seq.tokens) for seq in seqs) / max(len(seqs), 1)
 
 
 def _budget(seq: Sequence, budget: int) -> int:

@@ -1,0 +1,57 @@
+"""Cost model: context, correction by rounds that ran, and the cache file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftwood.engine import costs
+from draftwood.engine.costs import CostModel
+from draftwood.tree.shape import CostTable
+
+NEAR = CostTable((1, 4), (1.0, 2.0))
+FAR = CostTable((1, 4), (2.0, 6.0))
+
+
+def test_cost_grows_with_context() -> None:
+    model = CostModel(NEAR, FAR, 1000)
+    assert model.at(0)(4) == 2.0
+    assert model.at(500)(4) == 4.0
+    assert model.at(2000)(1) == 3.0
+
+
+def test_a_slower_machine_moves_the_pace_not_the_shape() -> None:
+    model = CostModel(NEAR, NEAR, 0)
+    for _ in range(200):
+        for rows in (1, 4):
+            model.observe(rows, 0, 3 * NEAR(rows))
+    assert model.at(0)(1) == pytest.approx(3.0, rel=0.1)
+    assert model.at(0)(4) / model.at(0)(1) == pytest.approx(2.0, rel=0.05)
+
+
+def test_one_wrong_reading_is_corrected() -> None:
+    """A size measured while another program ran would be shunned for ever."""
+    model = CostModel(CostTable((1, 2, 4), (1.0, 1.9, 2.0)), NEAR, 0)
+    for _ in range(300):
+        model.observe(1, 0, 1.0)
+        model.observe(2, 0, 1.2)
+        model.observe(4, 0, 2.0)
+    assert model.at(0)(2) / model.at(0)(1) < 1.6
+
+
+def test_measured_cost_never_falls_with_rows() -> None:
+    times = {1: 1.0, 2: 0.9, 4: 3.0}
+    table = costs._table(times.__getitem__, (1, 2, 4), 100, room=100)
+    assert table == CostTable((1, 2, 4), (0.9, 0.9, 3.0))
+    assert costs._table(times.__getitem__, (1, 2, 4), 3.5, room=100).rows == (1,)
+    assert costs._table(times.__getitem__, (1, 2, 4), 100, room=2).rows == (1, 2)
+
+
+def test_the_cache_file_round_trips_and_rubbish_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "costs" / "x.json"
+    assert costs._read(path) is None
+    costs._write(path, CostModel(NEAR, FAR, 1000))
+    assert costs._read(path) == CostModel(NEAR, FAR, 1000)
+    path.write_text('{"near": 3}')
+    assert costs._read(path) is None
