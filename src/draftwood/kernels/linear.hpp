@@ -4,6 +4,8 @@
 // channels: packed[channel / 64][k / 4][channel % 64][k % 4]. Activations: signed 8 bits with
 // one scale for each row and group of `group` neighbours along K. A group's products are summed
 // exactly in 32 bits; the groups are then added in float32, in their order, by one fma each.
+// Before quantisation both sides are turned by the same Hadamard matrix, group by group, which
+// leaves the products as they are and spreads outliers: the loss of 8 bits falls to a quarter.
 // No step looks at another row, so a row's result does not depend on what else is in the batch.
 #pragma once
 
@@ -18,6 +20,7 @@ namespace dw {
 
 constexpr int kTile = 64;       // output channels in a tile
 constexpr int kMaxRows = 64;    // rows that share one pass over a tile
+constexpr int kMaxGroup = 256;  // activations that share a scale
 
 #if defined(DW_AVX512)
 typedef int8_t act_t;
@@ -57,18 +60,45 @@ DW_INLINE Range part(int count, int t, int threads) {
             static_cast<int>(static_cast<int64_t>(count) * (t + 1) / threads)};
 }
 
+// Multiplies n floats by a Hadamard matrix over sqrt(n), in place; n is 16 times a power of two,
+// at most kMaxGroup. The matrix is its own inverse.
+static void rotate_block(float* x, int n) {
+    F16 v[kMaxGroup / 16];
+    const int count = n / 16;
+    for (int i = 0; i < count; ++i)
+        v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(F16::load(x + 16 * i)))));
+    for (int half = 1; half < count; half *= 2)
+        for (int i = 0; i < count; ++i)
+            if (!(i & half)) {
+                const F16 a = v[i], b = v[i + half];
+                v[i] = a + b;
+                v[i + half] = a - b;
+            }
+    const F16 norm = F16::set(1.0f / std::sqrt(static_cast<float>(n)));
+    for (int i = 0; i < count; ++i) (v[i] * norm).store(x + 16 * i);
+}
+
+// Rotates a group of any multiple of 16: the largest power of two first, then the next.
+DW_INLINE void rotate_group(float* x, int n) {
+    for (int block = kMaxGroup; block >= 16; block /= 2)
+        for (; n >= block; n -= block, x += block) rotate_block(x, block);
+}
+
 // x must be readable up to the padded k, with zeros there.
-static void quantise_row(const float* x, const Quantised& q, int row) {
+static void quantise_row(const float* source, const Quantised& q, int row) {
     act_t* out = q.x + static_cast<size_t>(row) * q.k;
+    alignas(64) float x[kMaxGroup];
     for (int g = 0; g < q.groups; ++g) {
-        const int begin = g * q.group, end = std::min(begin + q.group, q.k);
+        const int size = std::min(q.group, q.k - g * q.group);
+        std::memcpy(x, source + g * q.group, sizeof(float) * size);
+        rotate_group(x, size);
         F16 top = F16::set(0.0f);
-        for (int i = begin; i < end; i += 16) top = max(top, abs(F16::load(x + i)));
+        for (int i = 0; i < size; i += 16) top = max(top, abs(F16::load(x + i)));
         const float amax = max_lane(top);
         const bool zero = !(amax > 1e-30f);
         const F16 inverse = F16::set(zero ? 0.0f : 127.0f / amax);
         F16 total = F16::set(0.0f);
-        for (int i = begin; i < end; i += 16) {
+        for (int i = 0; i < size; i += 16) {
             const F16 r = round(F16::load(x + i) * inverse);
             total = total + r;
 #if defined(DW_AVX512)
@@ -77,6 +107,7 @@ static void quantise_row(const float* x, const Quantised& q, int row) {
             store_i16(r, out + i);
 #endif
         }
+        out += q.group;
         const size_t at = static_cast<size_t>(row) * q.groups + g;
         q.scale[at] = zero ? 0.0f : amax / 127.0f;
         q.fix[at] = -128 * static_cast<int32_t>(sum(total));
@@ -224,6 +255,12 @@ static void tile_sums(const Packed& p, int tile, const Quantised& q, int row0, i
     }
 }
 
+// Sixteen channels of a row: the channels' scales and biases over a tile's sums.
+DW_INLINE F16 scaled(const Packed& p, const float* acc, int channel) {
+    const F16 bias = p.bias ? F16::load(p.bias + channel) : F16::set(0.0f);
+    return fma(F16::load(acc), F16::load(p.scale + channel), bias);
+}
+
 // This thread's tiles of a layer; `emit(row, channel, values of 16 channels)` takes the results.
 template <class Emit>
 static void linear_part(const Packed& p, const Quantised& q, int rows, int t, int threads,
@@ -234,13 +271,32 @@ static void linear_part(const Packed& p, const Quantised& q, int rows, int t, in
         for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
             const int count = std::min(kMaxRows, rows - row0);
             tile_sums(p, tile, q, row0, count, acc);
-            for (int c = 0; c < kTile; c += 16) {
-                const int channel = tile * kTile + c;
-                const F16 scale = F16::load(p.scale + channel);
-                const F16 bias = p.bias ? F16::load(p.bias + channel) : F16::set(0.0f);
-                for (int r = 0; r < count; ++r)
-                    emit(row0 + r, channel, fma(F16::load(acc + r * kTile + c), scale, bias));
-            }
+            for (int r = 0; r < count; ++r)
+                for (int c = 0; c < kTile; c += 16)
+                    emit(row0 + r, tile * kTile + c,
+                         scaled(p, acc + r * kTile + c, tile * kTile + c));
+        }
+}
+
+// The same for a layer whose second half of tiles belongs to the first (gate and up):
+// `emit(row, channel, value of the first half, value of the second half)`.
+template <class Emit>
+static void linear_pairs_part(const Packed& p, const Quantised& q, int rows, int t, int threads,
+                              Emit emit) {
+    alignas(64) float first[kMaxRows * kTile], second[kMaxRows * kTile];
+    const int half = ceil_div(p.n, kTile) / 2;
+    const Range tiles = part(half, t, threads);
+    for (int tile = tiles.begin; tile < tiles.end; ++tile)
+        for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
+            const int count = std::min(kMaxRows, rows - row0);
+            tile_sums(p, tile, q, row0, count, first);
+            tile_sums(p, tile + half, q, row0, count, second);
+            for (int r = 0; r < count; ++r)
+                for (int c = 0; c < kTile; c += 16) {
+                    const int at = r * kTile + c, channel = tile * kTile + c;
+                    emit(row0 + r, channel, scaled(p, first + at, channel),
+                         scaled(p, second + at, channel + half * kTile));
+                }
         }
 }
 

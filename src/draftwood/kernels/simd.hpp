@@ -67,6 +67,19 @@ DW_INLINE void store_i8(F16 a, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
+// One step of a Hadamard transform: lane i becomes x[i] + x[i ^ D], or x[i ^ D] - x[i] where the
+// bit D of i is set.
+template <int D>
+DW_INLINE F16 butterfly(F16 a) {
+    __m512 other;
+    if constexpr (D == 1) other = _mm512_permute_ps(a.v, 0xB1);
+    if constexpr (D == 2) other = _mm512_permute_ps(a.v, 0x4E);
+    if constexpr (D == 4) other = _mm512_shuffle_f32x4(a.v, a.v, 0xB1);
+    if constexpr (D == 8) other = _mm512_shuffle_f32x4(a.v, a.v, 0x4E);
+    constexpr int mask = D == 1 ? 0xAAAA : D == 2 ? 0xCCCC : D == 4 ? 0xF0F0 : 0xFF00;
+    return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), mask, other, a.v)};
+}
+
 #elif defined(DW_AVX2)
 
 struct F16 {
@@ -124,6 +137,21 @@ DW_INLINE void store_i16(F16 x, int16_t* p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(w, 0xD8));
 }
 
+template <int D>
+DW_INLINE __m256 butterfly_half(__m256 x) {
+    __m256 other;
+    if constexpr (D == 1) other = _mm256_permute_ps(x, 0xB1);
+    if constexpr (D == 2) other = _mm256_permute_ps(x, 0x4E);
+    if constexpr (D == 4) other = _mm256_permute2f128_ps(x, x, 0x01);
+    constexpr int mask = D == 1 ? 0xAA : D == 2 ? 0xCC : 0xF0;
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), mask);
+}
+template <int D>
+DW_INLINE F16 butterfly(F16 x) {
+    if constexpr (D == 8) return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+    else return {butterfly_half<D>(x.a), butterfly_half<D>(x.b)};
+}
+
 #else
 
 struct F16 {
@@ -176,6 +204,10 @@ DW_INLINE bool any_greater(const F16& a, const F16& b) {
     bool any = false;
     for (int i = 0; i < 16; ++i) any |= a.v[i] > b.v[i];
     return any;
+}
+template <int D>
+DW_INLINE F16 butterfly(const F16& a) {
+    DW_LANES(i & D ? a.v[i ^ D] - a.v[i] : a.v[i] + a.v[i ^ D]);
 }
 DW_INLINE void store_i16(const F16& x, int16_t* p) {
     for (int i = 0; i < 16; ++i) p[i] = static_cast<int16_t>(x.v[i]);

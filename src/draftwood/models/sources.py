@@ -27,7 +27,7 @@ Form: TypeAlias = Literal["float32", "int8"]
 
 # Raise it when the folder made from a GGUF file changes: folders in the cache are then made anew.
 CONVERTER_VERSION = 1
-INT8_VERSION = 1  # the same for the file of 8-bit weights
+INT8_VERSION = 2  # the same for the file of 8-bit weights
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
