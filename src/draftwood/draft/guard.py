@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from draftwood.draft.base import DraftContext, Drafter, Outcome
 from draftwood.tree import TokenTree
+from draftwood.tree.token_tree import TreeBuilder
 
 _log = logging.getLogger("draftwood")
 
@@ -51,8 +52,7 @@ class GuardedDrafter(Drafter):
             if len(proposed) != len(asked):
                 raise ValueError(f"{len(proposed)} trees for {len(asked)} sequences")
             for i, tree in zip(asked, proposed, strict=True):
-                self._check(tree, seqs[i])
-                trees[i] = tree.best(budgets[i] + 1)
+                trees[i] = self._sound(tree, seqs[i]).best(budgets[i] + 1)
 
         self._safely(ask)
         return trees
@@ -71,15 +71,24 @@ class GuardedDrafter(Drafter):
             self._started.discard(seq.request_id)
             self._safely(lambda: self.inner.stop(seq))
 
-    def _check(self, tree: TokenTree, seq: DraftContext) -> None:
-        if tree.tokens[0] != seq.tokens[-1]:
+    def _sound(self, tree: TokenTree, seq: DraftContext) -> TokenTree:
+        """The tree, its scores brought into order; ValueError if its shape cannot be used."""
+        if tree.tokens[0] != seq.tokens[-1] or tree.parents[0] != -1:
             raise ValueError("a tree is not rooted at the last token")
-        if not all(0 <= token < self._vocab_size for token in tree.tokens):
-            raise ValueError("a tree has token ids outside the vocabulary")
-        if not all(-1 < parent < node for node, parent in enumerate(tree.parents[1:], start=1)):
-            raise ValueError("a tree has a node before its parent")
-        if len(set(zip(tree.parents, tree.tokens, strict=True))) != len(tree):
-            raise ValueError("a tree has siblings with the same token")
+        builder = TreeBuilder(seq.tokens[-1])
+        nodes = zip(tree.tokens, tree.parents, tree.scores, tree.sources, strict=True)
+        for node, (token, parent, score, source) in enumerate(nodes):
+            if node == 0:
+                continue
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise ValueError(f"a tree has {token!r} for a token id")
+            if type(parent) is not int or not 0 <= parent < node:
+                raise ValueError("a tree has a node before its parent")
+            if not 0 <= score <= 1:
+                raise ValueError(f"a tree has {score!r} for a score: a probability is wanted")
+            if builder.add(parent, token, score, source) != node:
+                raise ValueError("a tree has siblings with the same token")
+        return builder.build()
 
     def _safely(self, call: Callable[[], None]) -> bool:
         try:

@@ -43,6 +43,7 @@ class _Growth:
         base: position of the root.
         builder: all nodes so far.
         budget: most draft nodes.
+        max_depth: depth below which the draft model has no positions.
         expanded: nodes with KV, in slot order; the root first.
         depths: depth of each node of `builder`.
     """
@@ -51,6 +52,7 @@ class _Growth:
     base: int
     builder: TreeBuilder
     budget: int
+    max_depth: int
     expanded: list[int] = field(default_factory=lambda: [0])
     depths: list[int] = field(default_factory=lambda: [0])
 
@@ -61,6 +63,7 @@ class _Growth:
 
     def frontier(self, max_depth: int) -> list[int]:
         """The leaves worth running through the draft model next."""
+        max_depth = min(max_depth, self.max_depth)
         if len(self.builder) > self.budget:
             # A leaf outside the best `budget` nodes cannot have a child inside.
             floor = sorted(self.builder.scores, reverse=True)[self.budget]
@@ -126,15 +129,19 @@ class ModelDrafter(Drafter):
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Grows the trees of all sequences together, one forward per level."""
+        self._growths = {}
         growths = []
         for seq, budget in zip(seqs, budgets, strict=True):
-            growth = _Growth(seq, len(seq.tokens) - 1, TreeBuilder(seq.tokens[-1]), budget)
-            if self._reserve(growth):
+            base = len(seq.tokens) - 1
+            room = self._model.spec.max_model_len - base
+            growth = _Growth(seq, base, TreeBuilder(seq.tokens[-1]), budget, room)
+            if room > 0 and self._reserve(growth):
                 growths.append(growth)
-        self._growths = {growth.seq.request_id: growth for growth in growths}
         for growth, logits in zip(growths, self._catch_up(growths), strict=True):
             self._branch(growth, [0], logits)
         self._deepen(growths)
+        # Only now: had a forward failed, there would be no KV to commit.
+        self._growths = {growth.seq.request_id: growth for growth in growths}
         return [self._tree(seq) for seq in seqs]
 
     def observe(self, seqs: Sequence[DraftContext], outcomes: Sequence[Outcome]) -> None:
@@ -174,17 +181,19 @@ class ModelDrafter(Drafter):
             works, finals, left = [], [], _CHUNK
             for i, growth in enumerate(growths):
                 lease, tokens = growth.seq.lease, growth.seq.tokens
-                size = min(len(tokens) - lease.draft_length, left)
-                if i in logits or size <= 0:
+                if i in logits or left == 0:
                     continue
-                start, left = lease.draft_length, left - size
+                # The root is always run: its logits are wanted even where its KV is known.
+                start = min(lease.draft_length, len(tokens) - 1)
+                size = min(len(tokens) - start, left)
+                left -= size
                 last = start + size == len(tokens)
                 rows = (size - 1,) if last else ()
                 works.append(Work(lease, start, tokens[start : start + size], None, rows))
                 finals += [i] if last else []
             computed = self._forward(works)
             for work in works:
-                work.lease.draft_length += len(work.tokens)
+                work.lease.draft_length = work.context + len(work.tokens)
             logits.update({i: computed[row : row + 1] for row, i in enumerate(finals)})
         return [logits[i] for i in range(len(growths))]
 

@@ -24,6 +24,7 @@ from draftwood.engine.costs import cost_model
 from draftwood.engine.observers import Observer, Round
 from draftwood.engine.scheduler import Job, Scheduler
 from draftwood.engine.sequence import Sequence
+from draftwood.errors import ConfigError
 from draftwood.kv import BlockPool, PrefixIndex
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
@@ -88,12 +89,14 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, holds ids the model does not know, or leaves no room.
-            ConfigError: the parameters do not fit the prompt or the vocabulary.
+            ConfigError: the parameters do not fit the prompt or the vocabulary, or an unfinished
+                request has the same id.
         """
         self._num_requests += 1
-        seq = self._admission.make(
-            prompt_ids, params, request_id or f"request-{self._num_requests}", parent
-        )
+        request_id = request_id or f"request-{self._num_requests}"
+        if self._scheduler.knows(request_id):
+            raise ConfigError(f"request id {request_id!r} is in use: choose another")
+        seq = self._admission.make(prompt_ids, params, request_id, parent)
         self._scheduler.add(seq)
         return seq
 
@@ -128,7 +131,7 @@ class Engine:
         self._report(jobs, outcomes, marks)
         changed = [job.seq for job, _ in done]
         for seq in changed:
-            if seq.finished:
+            if seq.finished and self._scheduler.knows(seq.request_id):  # an observer may abort
                 self._scheduler.retire(seq)
         return changed
 

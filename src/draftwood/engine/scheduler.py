@@ -71,6 +71,10 @@ class Scheduler:
         """Sequences in the queue."""
         return len(self._waiting)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a waiting or running sequence has this id."""
+        return any(seq.request_id == request_id for seq in (*self._running, *self._waiting))
+
     def add(self, seq: Sequence) -> None:
         """Queues a sequence."""
         self._waiting.append(seq)
@@ -140,8 +144,13 @@ class Scheduler:
         return sizes
 
     def _decode_job(self, seq: Sequence, tree: TokenTree) -> Job | None:
-        if not self._reserve(seq, len(tree)):
-            return None
+        try:
+            seq.lease.reserve(len(tree))
+        except CapacityError:
+            # A draft is not worth another request's memory.
+            tree = TokenTree.root(tree.tokens[0])
+            if not self._reserve(seq, 1):
+                return None
         work = Work(seq.lease, seq.lease.length, tree.tokens, tree, range(len(tree)))
         return Job(seq, work, tree, 0)
 
