@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Annotated, NoReturn
 
 import typer
 
+from draftwood.bench.cli import app as bench
 from draftwood.cli.chat import chat
 from draftwood.cli.demo import demo
 from draftwood.cli.doctor import doctor
@@ -37,10 +37,7 @@ app.command(epilog=example("draftwood chat smollm2-135m --stats"))(chat)
 app.command(epilog=example("draftwood pull smollm2-135m"))(pull)
 app.command(epilog=example("draftwood doctor"))(doctor)
 app.command(epilog=example("draftwood demo"))(demo)
-if find_spec("draftwood.bench.cli") is not None:
-    from draftwood.bench.cli import app as bench
-
-    app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
