@@ -179,7 +179,7 @@ class LLM:
         try:
             while not seq.finished:
                 self.engine.step()
-                text, ids = seq.visible_text(), seq.output_ids
+                text, ids = seq.visible_text(), seq.output_ids[: seq.num_visible]
                 output = make_output(seq) if seq.finished else None
                 if len(text) > num_chars or len(ids) > num_tokens or output:
                     yield Delta(text[num_chars:], tuple(ids[num_tokens:]), output)

@@ -69,8 +69,8 @@ class EngineContender:
         controller = self.engine.controller
         cost = controller.cost
         return {
-            "cost_rows": cost.rows if cost else None,
-            "cost_s": cost.seconds if cost else None,
+            "cost_rows": cost.near.rows if cost else None,
+            "cost_s": cost.near.seconds if cost else None,
             "trust": controller.trust,
             "tree_sizes": dict(sorted(controller.sizes.items())),
             "num_drafter_failures": self.engine.drafter.num_failures,

@@ -171,11 +171,13 @@ class Engine:
         """Appends what the stop rules leave, then keeps the KV of just that."""
         seq, verdict = job.seq, outcome.verdict
         num_before = job.num_prefill_rows  # prompt rows in front of the root
-        kept = seq.append(verdict.tokens, self._logprobs(seq, outcome))
+        length = len(seq.tokens)
+        taken = seq.append(verdict.tokens, verdict.num_accepted, self._logprobs(seq, outcome))
         if num_before == 0:
-            seq.metrics.count_round(verdict.num_drafted, min(kept, verdict.num_accepted))
-        path = [num_before + node for node in verdict.path[:kept]]
+            seq.metrics.count_round(verdict.num_drafted)
+        path = [num_before + node for node in verdict.path[:taken]]
         seq.lease.commit([*range(num_before), *path])
+        kept = max(len(seq.tokens) - length, 0)
         return Outcome(outcome.tree, verdict, verdict.tokens[:kept], outcome.logits)
 
     def _logprobs(self, seq: Sequence, outcome: Outcome) -> list[TokenLogprobs]:

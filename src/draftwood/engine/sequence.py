@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,15 +43,17 @@ class RequestMetrics:
     first_token_s: float | None = None
     finish_s: float | None = None
 
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
+    def count_round(self, num_drafted: int) -> None:
         """Adds one verified tree."""
         self.num_rounds += 1
         self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        missing = num_accepted - len(self.accepted_per_position)
+
+    def count_accepted(self, depth: int, count: int = 1) -> None:
+        """Adds an accepted node at `depth`, or takes one back with a count of -1."""
+        self.num_accepted_tokens += count
+        missing = depth - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
-        for depth in range(num_accepted):
-            self.accepted_per_position[depth] += 1
+        self.accepted_per_position[depth - 1] += count
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -105,6 +108,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    _depths: list[int] = field(default_factory=list)
 
     @property
     def output_ids(self) -> list[int]:
@@ -121,15 +125,22 @@ class Sequence:
         """Whether it has ended."""
         return self.status is Status.FINISHED
 
-    def append(self, tokens: Seq[int], logprobs: Seq[TokenLogprobs] = ()) -> int:
+    def append(
+        self, tokens: Seq[int], num_accepted: int = 0, logprobs: Seq[TokenLogprobs] = ()
+    ) -> int:
         """Takes new tokens up to where a stop rule ends the text; returns how many were taken.
 
         The one place where end-of-sequence, stop tokens, stop strings and the length act, in this
         order, for each token. It runs before the round's KV is committed.
+
+        Args:
+            tokens: what the walk yielded.
+            num_accepted: how many of the first ones were draft nodes.
+            logprobs: one per token, if the request wants them.
         """
         for taken, token in enumerate(tokens, start=1):
-            self.logprobs.extend(logprobs[taken - 1 : taken])
-            self._append_one(token)
+            depth = taken if taken <= num_accepted else 0
+            self._append_one(token, depth, logprobs[taken - 1 : taken])
             if self.finished:
                 return taken
         return len(tokens)
@@ -146,23 +157,36 @@ class Sequence:
         text = self.detokenizer.text
         return text if self.finished else text[: self.detokenizer.num_safe]
 
-    def _append_one(self, token: int) -> None:
+    @property
+    def num_visible(self) -> int:
+        """Output tokens whose text can be shown; those behind may still be taken back."""
+        if self.finished:
+            return len(self.tokens) - self.num_prompt_tokens
+        return bisect_left(self.detokenizer.offsets, self.detokenizer.num_safe)
+
+    def _append_one(self, token: int, depth: int, logprobs: Seq[TokenLogprobs]) -> None:
         self.tokens.append(token)
+        self.logprobs.extend(logprobs)
+        self._depths.append(depth)
+        if depth:
+            self.metrics.count_accepted(depth)
         if self.metrics.first_token_s is None:
             self.metrics.first_token_s = perf_counter()
-        stopped = self.detokenizer.append(token)
-        if len(self.tokens) - self.num_prompt_tokens <= self.params.min_tokens:
-            stopped = None
-        if token in self.stop_ids:
+        ends = token in self.stop_ids
+        stopped = self.detokenizer.append(token, may_stop=not ends and self._may_stop())
+        if ends:
             self._end("stop", token)
         elif stopped is not None:
             self._end("stop", stopped)
         elif len(self.tokens) >= self.max_length:
             self._end("length", None)
 
+    def _may_stop(self) -> bool:
+        return len(self.tokens) - self.num_prompt_tokens > self.params.min_tokens
+
     def _end(self, reason: str, stop: str | int | None) -> None:
-        """Ends the text; a stop string in what was held back still counts."""
-        late = self.detokenizer.finish() if not isinstance(stop, str) else None
+        """Ends the text; a stop string in what was held back counts where the length ended it."""
+        late = self.detokenizer.finish(may_stop=stop is None and self._may_stop())
         if late is not None:
             reason, stop = "stop", late
         if isinstance(stop, str):
@@ -172,7 +196,10 @@ class Sequence:
     def _drop_cut_tokens(self) -> None:
         """Drops tokens all of whose text the stop string took, so that ids and text agree."""
         length = len(self.detokenizer.text)
-        kept = sum(offset < length for offset in self.detokenizer.offsets)
+        kept = bisect_left(self.detokenizer.offsets, length)
+        for depth in filter(None, self._depths[kept:]):
+            self.metrics.count_accepted(depth, -1)
         del self.tokens[self.num_prompt_tokens + kept :]
         del self.detokenizer.offsets[kept:]
         del self.logprobs[kept:]
+        del self._depths[kept:]

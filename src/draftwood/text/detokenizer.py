@@ -49,10 +49,10 @@ class Detokenizer:
         self.text = ""
         self.offsets: list[int] = []
 
-    def append(self, token: int) -> str | None:
+    def append(self, token: int, *, may_stop: bool = True) -> str | None:
         """Adds a token; returns the stop string it completes, if it does.
 
-        Then `text` ends before that string.
+        Then `text` ends before that string. `may_stop=False` looks for none.
         """
         self.offsets.append(len(self.text))
         self._ids.append(token)
@@ -62,16 +62,16 @@ class Detokenizer:
             return None
         self._add(after[len(before) :])
         self._from, self._shown = self._shown, len(self._ids)
-        return self._cut()
+        return self._cut() if may_stop else None
 
-    def finish(self) -> str | None:
+    def finish(self, *, may_stop: bool = True) -> str | None:
         """Shows what was held back, as nothing more will come; returns a stop string as above."""
         if self._shown == len(self._ids):
             return None
         before = self._decode(self._ids[self._from : self._shown])
         self._add(self._decode(self._ids[self._from :])[len(before) :])
         self._shown = len(self._ids)
-        return self._cut()
+        return self._cut() if may_stop else None
 
     @property
     def num_safe(self) -> int:
