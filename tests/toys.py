@@ -1,12 +1,13 @@
 """Models without weights: exact, and with an output that depends on every slot they read.
 
 A `ToyModel` keeps token ids in its KV and reads the whole history of each row back from there, so a
-slot that was moved wrongly, left over or never written changes what it says (a NaN of the KV debug
-mode raises). There is no rounding: laws and texts can be compared exactly.
+slot that was moved wrongly, left over or never written changes what it says (where it meets the NaN
+of KV debug mode, it says NaN). There is no rounding: laws and texts can be compared exactly.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -39,6 +40,7 @@ class ToyModel:
         self, law: Law, vocab_size: int, *, max_model_len: int = 128, name: str = "toy"
     ) -> None:
         self._law = law
+        self._nan = [math.nan] * vocab_size
         device = torch.device("cpu")
         self.spec = ModelSpec(
             name=name,
@@ -60,18 +62,19 @@ class ToyModel:
             for row, history in zip(range(segment.start, segment.stop), histories, strict=True):
                 assert len(history) - 1 == int(batch.positions[row]), "a wrong position"
                 if row in wanted:
-                    rows[row] = self._law(history)
+                    whole = not any(math.isnan(token) for token in history)
+                    rows[row] = self._law(tuple(map(int, history))) if whole else self._nan
         logits = [rows[row] for row in batch.logit_rows.tolist()]
         return torch.tensor(logits, dtype=torch.float32).view(-1, self.spec.vocab_size)
 
 
-def _histories(segment: Segment, batch: Batch, plane: Plane) -> list[History]:
+def _histories(segment: Segment, batch: Batch, plane: Plane) -> list[tuple[float, ...]]:
     """Writes a segment's tokens to the plane and reads back what each row sees."""
     where = torch.arange(plane.keys.shape[1])[segment.slots]
     tokens = batch.token_ids[segment.start : segment.stop].float().view(-1, 1, 1)
     plane.write(0, where[-segment.num_rows :], tokens, tokens)
     stored = plane.read(0, where)[0].flatten()
-    context = [_token(x) for x in stored[: segment.context].tolist()]
+    context = stored[: segment.context].tolist()
     nodes = stored[segment.context :].tolist()
     before = segment.num_nodes - segment.num_rows
     histories = []
@@ -81,13 +84,8 @@ def _histories(segment: Segment, batch: Batch, plane: Plane) -> list[History]:
             if segment.ancestors is None
             else segment.ancestors[row].nonzero().flatten().tolist()
         )
-        histories.append((*context, *(_token(nodes[i]) for i in seen)))
+        histories.append((*context, *(nodes[i] for i in seen)))
     return histories
-
-
-def _token(x: float) -> int:
-    assert x == x, "a slot was read that holds nothing"
-    return int(x)
 
 
 def random_law(vocab_size: int, *, seed: int = 0, spread: float = 2.0) -> Law:
