@@ -282,6 +282,68 @@ def test_an_encoder_decoder_is_refused() -> None:
         HFModel(tf.T5ForConditionalGeneration(config))
 
 
+_BERT = {**_SMALL, "pad_token_id": 0}
+_AFMOE = {
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "sliding_window": WINDOW,
+}  # fmt: skip
+# Architectures that looked usable by their class and gave wrong logits or a traceback.
+_TRAPS: dict[str, tuple[Any, str | None]] = {
+    "encoder": (lambda: tf.BertConfig(**_BERT), "BertSelfAttention looks at what comes later"),
+    "encoder with other positions": (lambda: tf.RobertaConfig(**_BERT), "looks at what comes"),
+    "two attentions in a layer": (
+        lambda: tf.DiffLlamaConfig(**_SMALL, num_key_value_heads=2),
+        "DiffLlamaAttention attends more than once per layer",
+    ),
+    "a window in the mask alone": (
+        lambda: tf.PhimoeConfig(
+            **_SMALL, num_key_value_heads=2, sliding_window=WINDOW, num_local_experts=4
+        ),
+        "PhimoeForCausalLM keeps its sliding window to itself",
+    ),
+    "its own mask": (lambda: tf.DogeConfig(**_SMALL, num_key_value_heads=2), "DogeAttention makes"),
+    "no way for the tree": (
+        lambda: tf.NemotronConfig(**_SMALL, num_key_value_heads=2, head_dim=8),
+        "NemotronAttention drops",
+    ),
+    "views its result": (lambda: tf.JetMoeConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2,
+        kv_channels=8, intermediate_size=48, num_local_experts=4,
+    ), None),
+    "views it too": (lambda: tf.AfmoeConfig(**{**_SMALL, **_AFMOE}), None),
+    "reads a layer's weight": (lambda: tf.HunYuanMoEV1Config(
+        **{**_SMALL, "pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 8},
+        num_experts=4, moe_topk=2,
+    ), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", list(_TRAPS))
+def test_what_looks_usable_is_right_or_refused(trap: str) -> None:
+    """Each of these was accepted once and said something else than transformers, or crashed.
+
+    Refused in one line, or equal to transformers; nothing between.
+    """
+    make, words = _TRAPS[trap]
+    torch.manual_seed(3)
+    module = tf.AutoModelForCausalLM.from_config(make(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.2 / min(parameter.shape[-2:]) ** 0.5)
+        module.set_attn_implementation("eager")
+        [ids] = random_prompts([3 * WINDOW])
+        wanted = module(torch.tensor([ids]), use_cache=False).logits[0]
+    _register()
+    if words is not None:
+        with pytest.raises(UnsupportedModelError, match=words) as error:
+            HFModel(module)
+        assert "\n" not in str(error.value)
+        return
+    got = forward_chunks(HFModel(module), ids, (7, 8, 9), 4)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
 class _Wrapped(nn.Module):
     """A model whose forward is bent by `bend`: what a careless architecture would do."""
 
