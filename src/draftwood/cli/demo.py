@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -98,12 +97,13 @@ def demo(
     )
     params = opt.sampling_params(max_tokens=max_tokens or _DEFAULT_TOKENS)
     llm, _ = timed_load(options)
-    stage = _Stage(llm, params, _Screen(hidden=as_json, begin=begin))
+    screen = _Screen(hidden=as_json, begin=begin)
+    stage = _Stage(llm, params, screen)
     results = [stage.play(case) for case in _CASES]
     if as_json:
         print(json.dumps([result.record() for result in results], ensure_ascii=False))
     else:
-        _print_table(results)
+        _print_table(results, screen.first_text_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,17 @@ class _Screen:
     Args:
         hidden: show nothing.
         begin: when the command started, by `perf_counter`.
+
+    Attributes:
+        first_text_s: seconds from there to the first piece of text.
     """
 
     def __init__(self, *, hidden: bool, begin: float) -> None:
         from rich.console import Console
 
         self._hidden = hidden
-        self._begin: float | None = begin
+        self._begin = begin
+        self.first_text_s: float | None = None
         self._console = Console(highlight=False)
 
     def prompt(self, case: _Case) -> None:
@@ -166,9 +170,8 @@ class _Screen:
 
     def text(self, index: int, text: str, ended: bool) -> None:
         """A piece of the text has come."""
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            print(f"[first text {perf_counter() - begin:.1f} s after the start]", file=sys.stderr)
+        if self.first_text_s is None:
+            self.first_text_s = perf_counter() - self._begin
         if not self._hidden:
             write(text)
 
@@ -226,7 +229,7 @@ class _Stage:
         return output
 
 
-def _print_table(results: Sequence[_Result]) -> None:
+def _print_table(results: Sequence[_Result], first_text_s: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -248,9 +251,12 @@ def _print_table(results: Sequence[_Result]) -> None:
     console.print()
     console.print(table)
     console.print(
-        "plain and speculative: tokens/s of decoding, the prompt's time left out; acceptance "
-        "length: tokens a round.",
+        f"""
+plain, speculative: tokens per second while decoding, the prompt's time left out
+acceptance length: tokens per round of the target, 1 without speculation
+The first text came {first_text_s:.1f} s after the start.""",
         style="dim",
+        markup=False,
     )
 
 

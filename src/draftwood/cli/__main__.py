@@ -1,0 +1,5 @@
+"""`python -m draftwood.cli`."""
+
+from draftwood.cli.app import main
+
+main()

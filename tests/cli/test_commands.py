@@ -1,0 +1,254 @@
+"""What the commands do when they are used as meant."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from draftwood.cli import generate as generate_module
+from draftwood.cli.app import app
+from draftwood.cli.running import Request, complete
+from draftwood.llm import LLM
+from draftwood.sampling import SamplingParams
+from tests.cli.conftest import Call
+
+SAMPLED = ("--temperature", "0.8", "--seed", "7", "--max-tokens", "40", "--ignore-eos")
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(_commands(typer.main.get_command(app))), ids=" ".join)
+def test_every_help_shows_an_example(call: Call, path: tuple[str, ...]) -> None:
+    answer = call(*path, "--help")
+    assert answer.code == 0
+    group = path == ("bench",)
+    assert group or "Example" in answer.out
+    assert " ".join(["draftwood", *path]) in answer.out
+
+
+def test_version(call: Call) -> None:
+    answer = call("--version")
+    assert (answer.code, answer.out.split()[0]) == (0, "draftwood")
+
+
+def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
+    """Importing the parameters once imported torch: help took 1.5 seconds."""
+    code = (
+        "import sys; from draftwood.cli.app import run; run(['--help']); "
+        "run(['generate', 'nothing-of-this-name', 'hi']); "
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("options", [(), ("--chat",), SAMPLED])
+def test_the_text_is_the_same_without_speculation(
+    call: Call, tiny: str, options: tuple[str, ...]
+) -> None:
+    one = call("generate", tiny, "the quick brown fox", *options)
+    other = call("generate", tiny, "the quick brown fox", "--no-speculation", *options)
+    assert one.code == other.code == 0
+    assert len(one.out) > 10
+    assert one.out == other.out
+    assert one.err == other.err == ""
+
+
+def test_json_agrees_with_the_stream(call: Call, tiny: str) -> None:
+    streamed = call("generate", tiny, "the", *SAMPLED)
+    record = call("generate", tiny, "the", *SAMPLED, "--json").json
+    [output] = record["outputs"]
+    assert output["text"] + "\n" == streamed.out
+    assert output["num_tokens"] == len(output["token_ids"]) == 40
+    assert (output["seed"], output["finish_reason"]) == (7, "length")
+    assert (record["drafter"], record["interrupted"]) == ("auto", False)
+
+
+def test_stats_go_to_stderr(call: Call, tiny: str) -> None:
+    plain, stats = call("generate", tiny, "the"), call("generate", tiny, "the", "--stats")
+    assert stats.out == plain.out
+    for words in ("tokens/s", "mean acceptance length", "time: draft", "cached"):
+        assert words in stats.err
+
+
+def test_the_tree_goes_to_stderr_with_the_accepted_path_marked(call: Call, tiny: str) -> None:
+    """A model that drafts for itself is always right, so every round has a path."""
+    plain = call("generate", tiny, "the")
+    answer = call("generate", tiny, "the", "--draft", tiny, "--show-tree")
+    assert answer.out == plain.out
+    assert "✓" in answer.err
+    assert "⇒" in answer.err
+    assert "round 2" in answer.err
+
+
+def test_the_prompt_can_come_through_a_pipe(call: Call, tiny: str) -> None:
+    expected = call("generate", tiny, "the dog")
+    assert call("generate", tiny, stdin="the dog\n").out == expected.out
+    assert call("generate", tiny, "-", stdin="the dog\n").out == expected.out
+
+
+def test_a_prompt_of_special_tokens_only_is_answered(call: Call, tiny: str) -> None:
+    answer = call("generate", tiny, "<|im_start|><|im_start|>", "--json")
+    assert answer.code == 0
+    assert answer.json["outputs"][0]["num_prompt_tokens"] == 2
+
+
+def test_max_tokens_left_out_is_what_the_context_has_room_for(call: Call, tiny: str) -> None:
+    """128 tokens behind a long prompt do not fit 256: the default alone must not be an error."""
+    [output] = call("generate", tiny, "the dog " * 50, "--json", "--ignore-eos").json["outputs"]
+    assert output["num_prompt_tokens"] + output["num_tokens"] == 256
+
+
+def test_many_prompts_give_what_each_gives_alone(call: Call, tiny: str, tmp_path: Path) -> None:
+    prompts = ["the quick", "a tree of", "def add("]
+    text = tmp_path / "prompts.txt"
+    text.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    alone = [call("generate", tiny, prompt).out for prompt in prompts]
+    answer = call("generate", tiny, "--prompt-file", str(text))
+    expected = [f"==> {i} <==\n{one}\n" for i, one in enumerate(alone, start=1)]
+    assert answer.out == "".join(expected)
+
+
+def test_lines_of_json_may_be_chats_and_carry_parameters(
+    call: Call, tiny: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        "a tree of",
+        {"id": "talk", "messages": [{"role": "user", "content": "the dog"}]},
+        {"prompt": [5, 6, 7], "params": {"max_tokens": 3, "ignore_eos": True}},
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    outputs = call("generate", tiny, "--prompt-file", str(file), "--json").json["outputs"]
+    assert [output["id"] for output in outputs[1:2]] == ["talk"]
+    assert outputs[1]["text"] + "\n" == call("generate", tiny, "the dog", "--chat").out
+    assert (outputs[2]["num_prompt_tokens"], outputs[2]["num_tokens"]) == (3, 3)
+
+
+def test_a_chat_keeps_its_history_and_its_kv(call: Call, tiny: str) -> None:
+    answer = call(
+        "chat", tiny, "--json", "--max-tokens", "20", stdin="the fox\n\nthe dog\n/reset\nthe fox\n"
+    )
+    first, second, again = [json.loads(line) for line in answer.out.splitlines()]
+    assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["num_tokens"]
+    assert second["num_cached_tokens"] >= first["num_prompt_tokens"] // 16 * 16 > 0
+    assert again["text"] == first["text"]
+    assert again["num_prompt_tokens"] == first["num_prompt_tokens"]
+
+
+def test_a_chat_ends_with_quit(call: Call, tiny: str) -> None:
+    answer = call("chat", tiny, "--max-tokens", "4", stdin="the fox\n/quit\nthe dog\n")
+    assert answer.code == 0
+    assert answer.out == call("generate", tiny, "the fox", "--chat", "--max-tokens", "4").out
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Presses Ctrl-C when the third piece of text comes; holds the pieces."""
+    pieces: list[str] = []
+    transcript = generate_module.Transcript
+
+    class Pressing(transcript):  # type: ignore[misc, valid-type]
+        def add(self, index: int, text: str, ended: bool) -> None:
+            super().add(index, text, ended)
+            pieces.append(text)
+            if len(pieces) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(generate_module, "Transcript", Pressing)
+    return pieces
+
+
+def test_ctrl_c_prints_what_was_generated(call: Call, tiny: str, interrupted: list[str]) -> None:
+    answer = call("generate", tiny, "the", "--no-speculation", "--ignore-eos")
+    assert (answer.code, answer.err) == (130, "interrupted\n")
+    assert answer.out == "".join(interrupted) + "\n"
+    assert len(interrupted) >= 3
+
+
+def test_ctrl_c_with_json_gives_whole_json(call: Call, tiny: str, interrupted: list[str]) -> None:
+    answer = call("generate", tiny, "the", "--no-speculation", "--ignore-eos", "--json")
+    assert answer.code == 130
+    assert answer.json["interrupted"] is True
+    assert answer.json["outputs"][0]["finish_reason"] == "abort"
+    assert answer.json["outputs"][0]["text"] == "".join(interrupted)
+
+
+def test_ctrl_c_leaves_no_half_state(tiny: str) -> None:
+    llm = LLM(tiny)
+    request = Request(llm.tokenizer.encode("the quick brown fox"), SamplingParams(ignore_eos=True))
+    whole = complete(llm.engine, [request])
+    free = llm.pool.num_free + len(llm.engine.prefix)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def press(index: int, text: str, ended: bool) -> None:
+        if not ended:
+            signal.raise_signal(signal.SIGINT)
+
+    cut = complete(llm.engine, [request], press)
+    assert cut.interrupted
+    assert len(cut.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
+    assert not llm.engine.has_work
+    assert llm.pool.num_free + len(llm.engine.prefix) == free
+    assert signal.getsignal(signal.SIGINT) is handler
+    again = complete(llm.engine, [request])
+    assert again.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny: str) -> None:
+    """`draftwood generate ... | head -c 1` printed a traceback from the flush at exit."""
+    command = [sys.executable, "-m", "draftwood.cli", "generate", tiny, "the", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+def test_pull_lists_what_there_is(call: Call) -> None:
+    listed = call("pull")
+    records = call("pull", "--json").json
+    for record in records:
+        assert record["name"] in listed.out
+        assert record["licence"] in listed.out
+        assert record["state"] == "not cached"
+    assert "smollm2-135m" in [record["name"] for record in records]
+
+
+def test_pull_tells_where_a_model_is(call: Call, tiny: str) -> None:
+    assert call("pull", tiny).out == f"{tiny}\n"
+
+
+def test_doctor_tells_what_will_be_used(call: Call) -> None:
+    text, record = call("doctor"), call("doctor", "--json").json
+    assert text.code == 0
+    for words in ("torch", "packed float32", "auto", "smollm2-135m", "device"):
+        assert words in text.out
+    assert record["Software"]["torch"]["state"] == "ok"
+
+
+def test_demo_compares_three_prompts(call: Call, tiny: str, tmp_path: Path) -> None:
+    for path in Path(tiny).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = 1024  # the demo's prompts are longer than 256
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    answer = call("demo", "--model", str(tmp_path), "--max-tokens", "12")
+    assert answer.code == 0
+    for words in ("chat", "rewrite code", "continue a list", "ratio", "identical"):
+        assert words in answer.out
+    results = call("demo", "--model", str(tmp_path), "--max-tokens", "12", "--json").json
+    assert [result["identical"] for result in results] == [True, True, True]

@@ -1,0 +1,135 @@
+"""Whatever a user gets wrong: exit code 2, one line that says what and what to do, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], ["temperature is -1.0", "at least 0"]),
+        (["--temperature", "nan"], ["temperature is nan"]),
+        (["--temperature", "hot"], ["--temperature"]),
+        (["--top-p", "0"], ["top_p is 0.0"]),
+        (["--top-p", "1.1"], ["top_p is 1.1"]),
+        (["--top-k", "-2"], ["top_k is -2"]),
+        (["--min-p", "2"], ["min_p is 2.0"]),
+        (["--seed", "-1"], ["seed is -1"]),
+        (["--stop", ""], ["stop"]),
+        (["--max-tokens", "0"], ["--max-tokens", "1"]),
+        (["--max-tokens", "300"], ["max_tokens is 300", "256"]),
+        (["--tree-nodes", "-1"], ["max_tree_nodes is -1"]),
+        (["--kv-memory", "-1"], ["kv-memory is '-1'", "above 0"]),
+        (["--kv-memory", "much"], ["kv-memory is 'much'", "512M"]),
+        (["--kv-memory", "1"], ["kv_memory is 1"]),
+        (["--drafter", "oracle"], ["unknown drafter 'oracle'", "suffix"]),
+        (["--drafter", "model"], ["draft model"]),
+        (["--device", "tpu"], ["device is 'tpu'"]),
+        (["--dtype", "float8"], ["dtype is 'float8'"]),
+        (["--quantization", "int2"], ["quantization is 'int2'"]),
+        (["--max-model-len", "100000"], ["max_model_len is 100000", "256"]),
+        (["--prompt-file", "nowhere.txt"], ["use one of them"]),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["--draft", "nothing-of-this-name"], ["nothing-of-this-name"]),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    call: Call, tiny: str, arguments: list[str], words: list[str]
+) -> None:
+    call("generate", tiny, "the", *arguments).assert_mistake(*words)
+
+
+def test_an_unknown_command_is_one_line(call: Call) -> None:
+    call("generat").assert_mistake("generat")
+
+
+def test_a_missing_model_is_one_line(call: Call) -> None:
+    call("generate").assert_mistake("MODEL")
+
+
+@pytest.mark.parametrize("command", [["generate", "x", "hi"], ["chat", "x"], ["pull", "x"]])
+def test_an_unknown_model_is_one_line_that_names_those_there_are(
+    call: Call, command: list[str]
+) -> None:
+    command = [part if part != "x" else "smollm3" for part in command]
+    call(*command).assert_mistake("'smollm3'", "smollm2-135m")
+
+
+def test_a_model_the_hub_does_not_give_is_one_line(call: Call) -> None:
+    call("generate", "nobody/nothing", "hi").assert_mistake("nobody/nothing")
+
+
+def test_a_folder_without_a_model_is_one_line(call: Call, tmp_path: Path) -> None:
+    call("generate", str(tmp_path), "hi").assert_mistake("config.json")
+
+
+def test_an_empty_prompt_is_one_line(call: Call, tiny: str) -> None:
+    call("generate", tiny, "").assert_mistake("the prompt is empty")
+    call("generate", tiny, stdin="\n").assert_mistake("the prompt is empty")
+
+
+def test_a_prompt_longer_than_the_context_is_one_line(call: Call, tiny: str) -> None:
+    call("generate", tiny, "the dog " * 300).assert_mistake("256", "shorten")
+
+
+def test_a_prompt_that_is_no_text_is_one_line(call: Call, tiny: str) -> None:
+    call("generate", tiny, "\udcff").assert_mistake("UTF-8")
+    call("generate", tiny, stdin=b"\xff").assert_mistake("UTF-8")
+
+
+def test_a_draft_with_another_vocabulary_is_one_line(
+    call: Call, tiny: str, other_vocabulary: str
+) -> None:
+    """The vocabularies have the same size, and only two of their tokens differ."""
+    call("generate", tiny, "the", "--draft", other_vocabulary).assert_mistake("vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["not valid JSON"]),
+        ("3", ["a string, or an object"]),
+        ('{"text": "a"}', ["prompt or messages"]),
+        ('{"prompt": "a", "messages": []}', ["either"]),
+        ('{"prompt": ["a"]}', ["list of token ids"]),
+        ('{"prompt": []}', ["empty"]),
+        ('{"messages": "hi"}', ["messages"]),
+        ('{"prompt": "a", "params": 3}', ["params"]),
+        ('{"prompt": "a", "params": {"heat": 1}}', ["'heat'"]),
+        ('{"prompt": "a", "params": {"temperature": "hot"}}', ["params"]),
+        ('{"prompt": "a", "params": {"n": 2}}', ["n is 2"]),
+        ('{"prompt": [999999]}', ["999999"]),
+        ('{"messages": [{"rule": "user"}]}', ["messages"]),
+    ],
+)
+def test_a_wrong_line_in_a_prompt_file_is_one_line(
+    call: Call, tiny: str, tmp_path: Path, line: str, words: list[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"the"\n{line}\n', encoding="utf-8")
+    call("generate", tiny, "--prompt-file", str(file)).assert_mistake(*words)
+
+
+def test_a_prompt_file_that_cannot_be_read_is_one_line(
+    call: Call, tiny: str, tmp_path: Path
+) -> None:
+    call("generate", tiny, "--prompt-file", str(tmp_path)).assert_mistake(str(tmp_path))
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    call("generate", tiny, "--prompt-file", str(empty)).assert_mistake("holds no prompt")
+
+
+def test_chat_without_a_template_is_one_line(call: Call, tiny: str, tmp_path: Path) -> None:
+    for path in Path(tiny).iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).symlink_to(path)
+    call("chat", str(tmp_path), stdin="hi\n").assert_mistake("chat template", "generate")
+
+
+def test_a_conversation_longer_than_the_context_is_one_line(call: Call, tiny: str) -> None:
+    call("chat", tiny, stdin="the dog " * 300).assert_mistake("256")
