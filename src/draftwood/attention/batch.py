@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from draftwood.kernels.ops import Layout
 from draftwood.kv import Lease, Slots
 from draftwood.tree import TokenTree
 
@@ -105,12 +106,14 @@ class Batch:
         positions: [N] int64, counted from the start of each sequence.
         segments: the sequences' shares, in row order.
         logit_rows: rows whose logits are wanted, ascending.
+        layout: the segments as the CPU kernels want them, once somebody has asked for it.
     """
 
     token_ids: Tensor
     positions: Tensor
     segments: tuple[Segment, ...]
     logit_rows: Tensor
+    layout: Layout | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:

@@ -3,34 +3,20 @@
 The context is seen whole by every row, so it needs no mask; only the T new nodes need one, [T, T].
 Grouped-query heads are read in place: the G query heads that share a key head become G times as
 many rows of one matrix product, and keys and values are never repeated.
+
+Where the CPU kernels can be had, `exact.py` computes the same with one order of summation, so that
+a row's bits depend on nothing but its own path.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from draftwood.attention import exact
 from draftwood.attention.batch import Batch, Segment
+from draftwood.attention.rule import AttentionRule
 from draftwood.kv import Plane, Slots
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRule:
-    """What a layer's attention does besides the softmax of scaled products.
-
-    Attributes:
-        scaling: factor on the products.
-        window: how many positions back a row sees, itself included; None for all.
-        softcap: scores become `softcap * tanh(scores / softcap)`; None for not.
-        sinks: [num_heads] logits of a key that takes weight and gives nothing; None for none.
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 def tree_attention(
@@ -57,10 +43,14 @@ def tree_attention(
     Returns:
         [N, num_heads, value_dim].
     """
-    outputs = []
     for segment in batch.segments:
         rows = slice(segment.start, segment.stop)
         plane.write(layer, _tail(segment), keys[rows], values[rows])
+    if exact.fits(queries, plane, rule):
+        return exact.attention(queries, batch, plane, layer, rule)
+    outputs = []
+    for segment in batch.segments:
+        rows = slice(segment.start, segment.stop)
         first, head, tail = segment.bias(rule.window)
         seen_keys, seen_values = plane.read(layer, _from(segment.slots, first))
         outputs.append(_attend(queries[rows], seen_keys, seen_values, head, tail, rule))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwood.attention import Batch
+from draftwood.attention.exact import layout
 from draftwood.errors import ConfigError, ModelError
 from draftwood.kernels.build import why_unavailable
 from draftwood.kernels.decoder import (
@@ -24,7 +25,7 @@ from draftwood.kernels.decoder import (
     LayerWeights,
     RotaryTable,
 )
-from draftwood.kernels.ops import Layout, PackedInt8, Rows
+from draftwood.kernels.ops import PackedInt8
 from draftwood.kv import KVSpec, Plane
 from draftwood.models.base import ModelSpec
 from draftwood.models.hf import checked_length
@@ -71,15 +72,9 @@ class Int8Model:
 
     def forward(self, batch: Batch, plane: Plane) -> Tensor:
         """Runs the batch; see `Model.forward`."""
-        layout = Layout(
-            [
-                Rows(segment.num_rows, segment.context, segment.slots, segment.ancestors)
-                for segment in batch.segments
-            ]
-        )
         cos, sin = self._rotary.at(batch.positions)
         return self._decoder.forward(
-            batch.token_ids, cos, sin, layout, plane.keys, plane.values, batch.logit_rows
+            batch.token_ids, cos, sin, layout(batch), plane.keys, plane.values, batch.logit_rows
         )
 
 
