@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.test_token_tree import trees
 from torch import Tensor
 
 from draftwood.attention import AttentionRule, Work, exact, pack, tree_attention
 from draftwood.kv import BlockPool, KVSpec, Lease
 from draftwood.tree import TokenTree
+from tests.unit.test_token_tree import trees
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SPEC = KVSpec(1, KV_HEADS, DIM, DIM, torch.float32, torch.device("cpu"))

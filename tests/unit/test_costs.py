@@ -44,8 +44,26 @@ def test_measured_cost_never_falls_with_rows() -> None:
     times = {1: 1.0, 2: 0.9, 4: 3.0}
     table = costs._table(times.__getitem__, (1, 2, 4), 100, room=100)
     assert table == CostTable((1, 2, 4), (0.9, 0.9, 3.0))
-    assert costs._table(times.__getitem__, (1, 2, 4), 3.5, room=100).rows == (1,)
-    assert costs._table(times.__getitem__, (1, 2, 4), 100, room=2).rows == (1, 2)
+
+
+def test_a_table_that_was_cut_short_does_not_promise_cheap_rows() -> None:
+    """Continued by its last slope, a busy start made the controller verify 25 nodes at a time."""
+    times = {1: 1.0, 2: 1.0, 4: 1.01}
+    short = costs._table(times.__getitem__, (1, 4, 2), 2.5, room=100)
+    assert short == CostTable((1, 4), (1.0, 1.01))
+    short = costs._table(times.__getitem__, (1, 2, 4), 1.5, room=100)
+    assert short == CostTable((1, 2), (1.0, 2.0))
+    assert costs._table(times.__getitem__, (1, 2, 4), 100, room=2) == CostTable(
+        (1, 2, 4), (1.0, 1.0, 2.0)
+    )
+
+
+def test_what_one_size_taught_holds_for_its_neighbours() -> None:
+    model = CostModel(CostTable((1, 8, 16), (1.0, 1.0, 1.0)), NEAR, 0)
+    for _ in range(200):
+        model.observe(1, 0, 1.0)
+        model.observe(12, 0, 2.0)
+    assert model.at(0)(13) / model.at(0)(1) > 1.6
 
 
 def test_the_cache_file_round_trips_and_rubbish_is_ignored(tmp_path: Path) -> None:

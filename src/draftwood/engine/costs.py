@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,10 +26,11 @@ from draftwood.models.base import Model
 from draftwood.models.cache import cache_dir
 from draftwood.tree.shape import CostTable
 
-_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_ORDER = (1, 16, 4, 8, 32, 2, 64)  # a slow machine gets through the first few only
 _FAR_CONTEXT = 1024
 _BUDGET_S = 1.2  # for each of the two contexts
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(slots=True)
@@ -40,14 +42,18 @@ class CostModel:
         far: by rows, at `far_context` tokens of context.
         far_context: context of `far`; 0 if only `near` was measured.
         pace: how much slower the machine is now than when it was measured.
-        factors: corrections by number of rows, from rounds that ran.
+        factors: corrections at the rows of `near`, from rounds that ran; between them they are
+            interpolated, so that what one size taught holds for its neighbours.
     """
 
     near: CostTable
     far: CostTable
     far_context: int
     pace: float = 1.0
-    factors: dict[int, float] = field(default_factory=dict)
+    factors: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.factors = self.factors or [1.0] * len(self.near.rows)
 
     def at(self, context: float) -> Callable[[int], float]:
         """Seconds by number of rows at a context of so many tokens."""
@@ -56,7 +62,7 @@ class CostModel:
         def seconds(num_rows: int) -> float:
             near, far = self.near(num_rows), self.far(num_rows)
             plain = near + max(far - near, 0.0) * share
-            return plain * self.pace * self.factors.get(num_rows, 1.0)
+            return plain * self.pace * self._factor(num_rows)
 
         return seconds
 
@@ -69,8 +75,23 @@ class CostModel:
         """
         ratio = min(max(seconds / self.at(context)(num_rows), 0.5), 2.0)
         self.pace *= ratio**0.1
-        factor = self.factors.get(num_rows, 1.0) * ratio**0.02
-        self.factors[num_rows] = min(max(factor, 0.7), 1.5)
+        for i, weight in self._knots(num_rows):
+            factor = self.factors[i] * ratio ** (0.05 * weight)
+            self.factors[i] = min(max(factor, 0.5), 3.0)
+
+    def _factor(self, num_rows: int) -> float:
+        return sum(self.factors[i] * weight for i, weight in self._knots(num_rows))
+
+    def _knots(self, num_rows: int) -> list[tuple[int, float]]:
+        """Indices into `near.rows` on both sides of `num_rows`, with weights that add up to 1."""
+        rows = self.near.rows
+        right = bisect_left(rows, num_rows)
+        if right == len(rows):
+            return [(right - 1, 1.0)]
+        if right == 0 or rows[right] == num_rows:
+            return [(right, 1.0)]
+        share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
+        return [(right - 1, 1 - share), (right, share)]
 
 
 def cost_model(model: Model, pool: BlockPool) -> CostModel:
@@ -80,18 +101,19 @@ def cost_model(model: Model, pool: BlockPool) -> CostModel:
     if known is not None:
         return known
     fresh = measure(model, pool)
-    _write(path, fresh)
+    if len(fresh.near.rows) == len(_SIZES):  # else the machine was too busy to be judged
+        _write(path, fresh)
     return fresh
 
 
 def measure(model: Model, pool: BlockPool) -> CostModel:
     """Times forwards of growing numbers of rows at two contexts."""
     room = (pool.num_free - 1) * pool.block_size
-    near = _table(lambda size: _time_forward(model, pool, 0, size), _SIZES, _BUDGET_S, room)
+    near = _table(lambda size: _time_forward(model, pool, 0, size), _ORDER, _BUDGET_S, room)
     far_context = min(_FAR_CONTEXT, model.spec.max_model_len - max(_SIZES), room - max(_SIZES))
     if far_context < 64:
         return CostModel(near, near, 0)
-    sizes = [size for size in near.rows if size in (1, 4, 8, 16, 32)]
+    sizes = [size for size in _ORDER if size in near.rows]
     far = _table(lambda size: _time_forward(model, pool, far_context, size), sizes, _BUDGET_S, room)
     return CostModel(near, far, far_context)
 
@@ -114,23 +136,27 @@ def _time_forward(model: Model, pool: BlockPool, context: int, size: int) -> flo
 def _table(
     forward: Callable[[int], float], sizes: Sequence[int], budget_s: float, room: int
 ) -> CostTable:
-    """Times growing sizes until the time is used up.
+    """Times the sizes in their order until the time is used up.
 
-    More rows never cost less: a faster reading of a larger size is noise of the smaller one.
+    More rows never cost less: a faster reading of a larger size is noise of the smaller one. A
+    table that was cut short is continued as if twice the rows cost twice as much.
     """
     forward(sizes[0])  # the first run pays for lazy initialisation
-    rows: list[int] = []
-    seconds: list[float] = []
+    measured: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
-        if size > room or spent + 2 * (seconds[-1] if seconds else 0) > budget_s:
-            break
-        times = [forward(size) for _ in range(3 if spent < budget_s / 4 else 2)]
+        if size > room or (measured and spent > budget_s):
+            continue
+        times = [forward(size) for _ in range(2)]
         spent += sum(times)
-        rows.append(size)
-        seconds.append(min(times))
+        measured[size] = min(times)
+    rows = sorted(measured)
+    seconds = [measured[size] for size in rows]
     for i in range(len(seconds) - 1, 0, -1):
         seconds[i - 1] = min(seconds[i - 1], seconds[i])
+    if rows[-1] < max(sizes):
+        rows.append(2 * rows[-1])
+        seconds.append(2 * seconds[-1])
     return CostTable(tuple(rows), tuple(seconds))
 
 
