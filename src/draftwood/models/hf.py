@@ -114,6 +114,7 @@ class HFModel:
         fingerprint: str = "",
         max_model_len: int | None = None,
     ) -> None:
+        _register()
         _refuse_unrewindable(type(module), module.config)
         self._module = module.eval()
         self._device = next(module.parameters()).device

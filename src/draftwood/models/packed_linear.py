@@ -61,16 +61,30 @@ def packing_available() -> bool:
 
 
 def pack_linears(module: nn.Module) -> int:
-    """Replaces every float32 `nn.Linear` below `module`; returns how many.
+    """Replaces every float32 linear layer below `module`; returns how many.
 
-    The original weights are given up, unless they are tied to something else (an embedding).
+    GPT-2's `Conv1D` is one too, with its weight transposed. The original weights are given up,
+    unless they are tied to something else (an embedding).
     """
     if not packing_available():
         return 0
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            packed = _packed(child)
+            if packed is not None:
+                setattr(parent, name, packed)
                 count += 1
     return count
+
+
+def _packed(layer: nn.Module) -> PackedLinear | None:
+    from transformers.pytorch_utils import Conv1D
+
+    if getattr(layer, "weight", None) is None or layer.weight.dtype != torch.float32:
+        return None
+    if type(layer) is nn.Linear:
+        return PackedLinear(layer.weight, layer.bias)
+    if type(layer) is Conv1D:
+        return PackedLinear(layer.weight.t().contiguous(), layer.bias)
+    return None

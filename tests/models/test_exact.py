@@ -1,0 +1,164 @@
+"""On CPU with the kernels a tree's node gets the bits of plain decoding, in float32 and int8."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from draftwood.attention import Work, pack
+from draftwood.kernels import ops
+from draftwood.kv import BlockPool, Lease
+from draftwood.models.base import Model
+from draftwood.models.hf import HFModel
+from draftwood.models.int8 import Int8Model
+from draftwood.models.int8_convert import FILE_NAME, pack_checkpoint
+from draftwood.tree import TokenTree
+from draftwood.tree.token_tree import TreeBuilder
+
+
+def random_tree(rng: random.Random, size: int, vocab_size: int) -> TokenTree:
+    builder = TreeBuilder(rng.randrange(vocab_size))
+    while len(builder) < size:
+        builder.add(rng.randrange(len(builder)), rng.randrange(vocab_size), 1.0)
+    return builder.build()
+
+
+class Runner:
+    """Runs one model over chunks and trees on a pool of its own."""
+
+    def __init__(self, model: Model, block_size: int = 16, holes: bool = False) -> None:
+        self.model = model
+        self.pool = BlockPool(model.spec.kv, num_blocks=2048, block_size=block_size, debug=True)
+        if holes:
+            self.pool.release([self.pool.take() for _ in range(2048)][::2])
+
+    def lease(self, chunks: list[list[int]]) -> Lease:
+        lease = Lease.open(self.pool)
+        for chunk in chunks:
+            self.run(lease, chunk)
+        return lease
+
+    def run(self, lease: Lease, tokens: list[int]) -> Tensor:
+        """Logits of all rows of a chunk, which is then committed."""
+        lease.reserve(len(tokens))
+        work = Work(lease, lease.length, tokens, None, range(len(tokens)))
+        logits = self.model.forward(pack([work], self.pool.device), self.pool.target)
+        lease.commit(range(len(tokens)))
+        return logits
+
+    def trees(self, items: list[tuple[Lease, TokenTree]]) -> list[Tensor]:
+        """Logits of every node of several sequences' trees, in one packed forward."""
+        works = []
+        for lease, tree in items:
+            lease.reserve(len(tree))
+            works.append(Work(lease, lease.length, tree.tokens, tree, range(len(tree))))
+        logits = self.model.forward(pack(works, self.pool.device), self.pool.target)
+        return list(torch.split(logits, [len(tree) for _, tree in items]))
+
+
+def check_exactness(model: Model, seed: int = 0, context: int = 70) -> None:
+    """Everything the promise covers, with `torch.equal`."""
+    rng = random.Random(seed)
+    vocab_size = model.spec.vocab_size
+    prompt = [rng.randrange(vocab_size) for _ in range(context)]
+    other = [rng.randrange(vocab_size) for _ in range(23)]
+    runner, scattered = Runner(model), Runner(model, block_size=3, holes=True)
+    whole = runner.run(runner.lease([]), prompt)
+    parts = scattered.lease([prompt[:1], prompt[1:9]])
+    assert torch.equal(scattered.run(parts, prompt[9:]), whole[9:]), "a chunked prompt"
+    for size in (1, 2, 3, 7, 16, 33, 64):
+        tree = random_tree(rng, size, vocab_size)
+        mate = random_tree(rng, rng.randrange(1, 9), vocab_size)
+        [alone] = runner.trees([(runner.lease([prompt]), tree)])
+        _, packed = scattered.trees(
+            [(scattered.lease([other]), mate), (scattered.lease([prompt]), tree)]
+        )
+        assert torch.equal(alone, packed), "batch mates and slots"
+        for node in {0, size // 2, size - 1}:
+            lease = runner.lease([prompt])
+            for token in [tree.tokens[i] for i in tree.path(node)]:
+                plain = runner.run(lease, [token])
+            assert torch.equal(plain[0], alone[node]), "plain decoding"
+            lease.close()
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**_SIZES),
+    "mistral": tf.MistralConfig(**_SIZES, sliding_window=24),
+    "qwen2": tf.Qwen2Config(**_SIZES),
+    "qwen3": tf.Qwen3Config(**_SIZES, head_dim=16),
+    "gemma2": tf.Gemma2Config(**_SIZES, head_dim=16, sliding_window=24),
+    "phi3": tf.Phi3Config(**_SIZES),
+    "gpt2": tf.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=512),
+}
+
+
+def make_module(arch: str) -> Any:
+    """Random weights; a config of its own, as loading a model changes it."""
+    torch.manual_seed(0)
+    config = deepcopy(CONFIGS[arch])
+    return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_float32_is_exact_bit_for_bit(arch: str) -> None:
+    assert ops.available(), "the CPU kernels cannot be built here"
+    module = make_module(arch)
+    check_exactness(HFModel(module))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_int8_is_exact_bit_for_bit(arch: str, tmp_path: Path) -> None:
+    module = make_module(arch)
+    model = int8_model(module, tmp_path)
+    check_exactness(model)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_int8_says_nearly_what_float32_says(arch: str, tmp_path: Path) -> None:
+    """A weight in the wrong place would be exact and wrong."""
+    module = make_module(arch)
+    _liven_biases(module)
+    ids = torch.randint(0, 96, (1, 60))
+    with torch.inference_mode():
+        expected = module(input_ids=ids).logits[0]
+    model = int8_model(module, tmp_path)
+    runner = Runner(model)
+    logits = runner.run(runner.lease([]), ids[0].tolist())
+    error = (logits - expected).norm() / expected.norm()
+    assert error < 0.05
+
+
+def _liven_biases(module: Any) -> None:
+    """Biases start at zero; one in the wrong place would not show."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+
+
+def int8_model(module: Any, folder: Path) -> Int8Model:
+    """The 8-bit form of a float module."""
+    path = folder / FILE_NAME
+    tensors = [(n, t) for n, t in module.state_dict().items() if n != "lm_head.weight"]
+    if not module.config.tie_word_embeddings:
+        tensors.append(("lm_head.weight", module.state_dict()["lm_head.weight"]))
+    pack_checkpoint(module.config, tensors, path, "tiny")
+    return Int8Model(module.config, path)
