@@ -81,10 +81,10 @@ def pack_linears(module: nn.Module) -> int:
 def _packed(layer: nn.Module) -> PackedLinear | None:
     from transformers.pytorch_utils import Conv1D
 
-    if getattr(layer, "weight", None) is None or layer.weight.dtype != torch.float32:
+    if not (type(layer) is nn.Linear or type(layer) is Conv1D):
         return None
-    if type(layer) is nn.Linear:
-        return PackedLinear(layer.weight, layer.bias)
-    if type(layer) is Conv1D:
-        return PackedLinear(layer.weight.t().contiguous(), layer.bias)
-    return None
+    weight: Tensor = layer.weight
+    if weight.dtype != torch.float32:
+        return None
+    bias: Tensor | None = layer.bias
+    return PackedLinear(weight if type(layer) is nn.Linear else weight.t().contiguous(), bias)
