@@ -11,6 +11,8 @@ path, so it is run as two.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -83,8 +85,8 @@ def _packed(layer: nn.Module) -> PackedLinear | None:
 
     if not (type(layer) is nn.Linear or type(layer) is Conv1D):
         return None
-    weight: Tensor = layer.weight
+    weight = cast(Tensor, layer.weight)
     if weight.dtype != torch.float32:
         return None
-    bias: Tensor | None = layer.bias
+    bias = cast(Tensor | None, layer.bias)
     return PackedLinear(weight if type(layer) is nn.Linear else weight.t().contiguous(), bias)
