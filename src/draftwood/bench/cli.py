@@ -30,6 +30,10 @@ Model = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="one for each core")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="int8 or none.", show_default="int8 for large models on a CPU"),
+]
 Out = Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")]
 
 
@@ -69,6 +73,7 @@ def compare(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the noise, when sampled.")] = 0,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     out: Out = None,
@@ -88,7 +93,13 @@ def compare(
     names = _drafter_names(drafters, draft)
     prompts = load_prompts(data, limit)
     with open_writer(out) as writer:
-        llm = _load(model, draft=draft if "model" in names else None, dtype=dtype, device=device)
+        llm = _load(
+            model,
+            draft=draft if "model" in names else None,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+        )
         comparison = make_comparison(llm, model, names, params, transformers=transformers)
         source = {"source": data.name if data else "packaged", "count": len(prompts)}
         facts = {"params": asdict(params), "prompts": source, "drafters": names}
@@ -110,6 +121,7 @@ def cost(
     ] = "1,2,3,4,5,6,8,10,12,16,20,24,32,40,48,56,64",
     repeats: Annotated[int, typer.Option(help="Measurements of each.", min=1)] = 9,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     out: Out = None,
@@ -126,7 +138,7 @@ def cost(
     if plot is not None:
         measuring.plotting()
     with open_writer(out) as writer:
-        llm = _load(model, dtype=dtype, device=device)
+        llm = _load(model, dtype=dtype, device=device, quantization=quantization)
         writer.write(_fingerprint(llm, "cost", repeats=repeats))
         points = measuring.measure(
             llm.model,
@@ -143,6 +155,49 @@ def cost(
         _print_json([point.to_json() for point in points])
     else:
         console().print(cost_table(points))
+
+
+@app.command(epilog=_example("quality smollm2-135m --quantization int8"))
+def quality(
+    model: Model,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text to read; may be given again.", show_default="three texts"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens read of each text.", min=2)] = 700,
+    limit: Annotated[int, typer.Option(help="Packaged prompts in the default text.")] = 20,
+    quantization: Annotated[str, typer.Option(help="The form to test.")] = "int8",
+    threads: Threads = None,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Measure what a quantisation costs: perplexity and divergence against float32."""
+    from draftwood.bench import quality as measuring
+    from draftwood.bench.records import open_writer
+    from draftwood.bench.tables import console, quality_table
+    from draftwood.models.load import Placement, load_model
+    from draftwood.models.progress import shown_progress
+
+    _set_threads(threads)
+    with open_writer(out) as writer:
+        llm = _load(model, quantization=quantization)
+        cpu = llm.model.spec.device
+        with shown_progress() as progress:
+            reference, _, _ = load_model(model, Placement(cpu, quantization="none"), progress)
+        writer.write(_fingerprint(llm, "quality", max_tokens=max_tokens))
+        results = measuring.compare(
+            llm.model, reference, llm.tokenizer, measuring.texts(text or [], limit), max_tokens
+        )
+        rows = [
+            {"type": "quality", **asdict(r), "perplexity_change": r.perplexity_change}
+            for r in results
+        ]
+        for row in rows:
+            writer.write(row)
+    if as_json:
+        _print_json(rows)
+    else:
+        console().print(quality_table(rows))
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
@@ -182,7 +237,12 @@ def _drafter_names(drafters: str | None, draft: str | None) -> list[str]:
 
 
 def _load(
-    model: str, *, draft: str | None = None, dtype: str | None = None, device: str | None = None
+    model: str,
+    *,
+    draft: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    quantization: str | None = None,
 ) -> LLM:
     from draftwood.llm import LLM
     from draftwood.models.progress import shown_progress
@@ -194,6 +254,7 @@ def _load(
             drafter=None if draft else "none",
             dtype=dtype,
             device=device,
+            quantization=quantization,
             progress=progress,
         )
 

@@ -123,6 +123,24 @@ def _notes(summary: dict[str, Any]) -> Iterable[str]:
         yield "Interrupted: the tables show what was done until then."
 
 
+def quality_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Perplexity of both forms and how far their distributions lie apart, text by text."""
+    table = Table(title="Quality against float32")
+    for name in ("text", "tokens", "float32", "tested", "change", "KL, nats", "same choice"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    for row in rows:
+        table.add_row(
+            row["text"],
+            str(row["num_tokens"]),
+            f"{row['reference_perplexity']:.3f}",
+            f"{row['perplexity']:.3f}",
+            f"{row['perplexity_change']:+.2%}",
+            f"{row['divergence']:.4f}",
+            f"{row['same_choice']:.1%}",
+        )
+    return table
+
+
 def cost_table(points: Sequence[CostPoint]) -> Table:
     """Verify cost by rows and context: milliseconds, and plain steps it amounts to."""
     table = Table(title="Milliseconds to verify n rows (in plain steps)")
