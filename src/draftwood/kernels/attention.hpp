@@ -10,6 +10,7 @@
 #pragma once
 
 #include <limits>
+#include <vector>
 
 #include "rows.hpp"
 
@@ -136,13 +137,19 @@ constexpr int kScoreQueries = 6, kValueQueries = 6, kValueLanes = 4;
 constexpr int kScoreQueries = 2, kValueQueries = 2, kValueLanes = 2;
 #endif
 
-// scores[q][0..31] of Q queries against a chunk's columns.
+// scores[q][0..31] of Q queries against a chunk's columns. `next`, here and below: rows of the
+// chunk after this one, fetched ahead; or null.
 template <int Q>
 static void score_kernel(const float* const* queries, const float* columns, int dim,
-                         float* scores) {
+                         float* scores, const float* const* next) {
     F16 c[Q][2];
     DW_UNROLL for (int q = 0; q < Q; ++q) c[q][0] = c[q][1] = F16::set(0.0f);
     for (int d = 0; d < dim; ++d) {
+        if (next) {
+            const int line = d / 16 * 16;
+            __builtin_prefetch(next[2 * d % kChunk] + line);
+            __builtin_prefetch(next[2 * d % kChunk + 1] + line);
+        }
         const F16 low = F16::load(columns + d * kChunk), high = F16::load(columns + d * kChunk + 16);
         DW_UNROLL for (int q = 0; q < Q; ++q) {
             const F16 x = F16::set(queries[q][d]);
@@ -159,11 +166,13 @@ static void score_kernel(const float* const* queries, const float* columns, int 
 // acc[q][d .. d + 16 L) += sum over j in [first, last) of weights[q][j] * values[j], in that order.
 template <int Q, int L>
 static void value_kernel(const float* weights, const float* const* values, int first, int last,
-                         int d, float* acc, int dim) {
+                         int d, float* acc, int dim, const float* const* next) {
     F16 c[Q][L];
     DW_UNROLL for (int q = 0; q < Q; ++q)
         DW_UNROLL for (int l = 0; l < L; ++l) c[q][l] = F16::load(acc + q * dim + d + 16 * l);
     for (int j = first; j < last; ++j) {
+        if (next)
+            DW_UNROLL for (int l = 0; l < L; ++l) __builtin_prefetch(next[j] + d + 16 * l);
         F16 v[L];
         DW_UNROLL for (int l = 0; l < L; ++l) v[l] = F16::load(values[j] + d + 16 * l);
         DW_UNROLL for (int q = 0; q < Q; ++q) {
@@ -177,11 +186,11 @@ static void value_kernel(const float* weights, const float* const* values, int f
 
 template <int Q>
 static void value_rows(const float* weights, const float* const* values, int first, int last,
-                       float* acc, int dim) {
+                       float* acc, int dim, const float* const* next) {
     int d = 0;
     for (; d + 16 * kValueLanes <= dim; d += 16 * kValueLanes)
-        value_kernel<Q, kValueLanes>(weights, values, first, last, d, acc, dim);
-    for (; d < dim; d += 16) value_kernel<Q, 1>(weights, values, first, last, d, acc, dim);
+        value_kernel<Q, kValueLanes>(weights, values, first, last, d, acc, dim, next);
+    for (; d < dim; d += 16) value_kernel<Q, 1>(weights, values, first, last, d, acc, dim, next);
 }
 
 // What one thread needs for one key head and a block of rows.
@@ -191,6 +200,9 @@ struct Workspace {
     const float* queries[kMaxQueries];
     const float* keys[kChunk];
     const float* values[kChunk];
+    const float* next_keys[kChunk];
+    const float* next_values[kChunk];
+    bool ahead;  // whether the last two name anything
 };
 
 struct Planes {
@@ -200,7 +212,7 @@ struct Planes {
 };
 
 static void score_queries(Workspace& w, int first, int count, int dim) {
-    typedef void (*Kernel)(const float* const*, const float*, int, float*);
+    typedef void (*Kernel)(const float* const*, const float*, int, float*, const float* const*);
 #if defined(DW_AVX512)
     static const Kernel table[] = {score_kernel<1>, score_kernel<2>, score_kernel<3>,
                                    score_kernel<4>, score_kernel<5>, score_kernel<6>};
@@ -211,12 +223,14 @@ static void score_queries(Workspace& w, int first, int count, int dim) {
     for (int b = 0; b < blocks; ++b) {
         const Range r = part(count, b, blocks);
         const int q = first + r.begin;
-        table[r.end - r.begin - 1](w.queries + q, w.columns, dim, w.scores + q * kChunk);
+        table[r.end - r.begin - 1](w.queries + q, w.columns, dim, w.scores + q * kChunk,
+                                         b == 0 && w.ahead ? w.next_keys : nullptr);
     }
 }
 
 static void add_values(Workspace& w, int first, int count, int from, int to, float* acc, int dim) {
-    typedef void (*Kernel)(const float*, const float* const*, int, int, float*, int);
+    typedef void (*Kernel)(const float*, const float* const*, int, int, float*, int,
+                           const float* const*);
 #if defined(DW_AVX512)
     static const Kernel table[] = {value_rows<1>, value_rows<2>, value_rows<3>,
                                    value_rows<4>, value_rows<5>, value_rows<6>};
@@ -228,7 +242,8 @@ static void add_values(Workspace& w, int first, int count, int from, int to, flo
         const Range r = part(count, b, blocks);
         const int q = first + r.begin;
         table[r.end - r.begin - 1](w.scores + q * kChunk, w.values, from, to,
-                                   acc + static_cast<size_t>(q) * dim, dim);
+                                   acc + static_cast<size_t>(q) * dim, dim,
+                                         b == 0 && w.ahead ? w.next_values : nullptr);
     }
 }
 
@@ -267,6 +282,7 @@ static void attend_chunk(const AttentionShape& a, Workspace& w, int first, int c
     for (int q = first; q < first + count; ++q)
         soften(a, w.scores + q * kChunk, from, to, state, q);
     add_values(w, first, count, from, to, state.acc, a.dim);
+    w.ahead = false;
 }
 
 struct Seen {
@@ -278,6 +294,9 @@ DW_INLINE Seen seen(const AttentionShape& a, const Segment& s, int row, int base
     const int first = a.window ? std::max(0, length - a.window) : 0;
     return {std::max(0, first - base), std::min(kChunk, length - base)};
 }
+
+// Keys that are the same for all rows as far as they see them.
+DW_INLINE int shared_keys(const Segment& s) { return s.path ? s.context : s.context + s.nodes; }
 
 // Points the workspace at the chunk's keys that all rows share.
 static void load_shared(const AttentionShape& a, const Segment& s, const Planes& kv, int kv_head,
@@ -291,6 +310,13 @@ static void load_shared(const AttentionShape& a, const Segment& s, const Planes&
     for (int d = 0; d < a.dim; d += 16)
         for (int j = 0; j < kChunk; j += 16)
             transpose16(w.keys + j, d, w.columns + d * kChunk + j);
+    const int common = shared_keys(s), next = base + kChunk;
+    w.ahead = next < common;
+    for (int j = 0; w.ahead && j < kChunk; ++j) {
+        const size_t at = key_slot(s, 0, std::min(next + j, common - 1)) * kv.stride + head;
+        w.next_keys[j] = kv.k + at;
+        w.next_values[j] = kv.v + at;
+    }
 }
 
 // Puts a row's own ancestors into the columns behind the shared ones.
@@ -313,11 +339,11 @@ static void attend_split(const AttentionShape& a, const Segment& s, const Planes
     std::fill(state.max, state.max + queries, -std::numeric_limits<float>::infinity());
     std::fill(state.sum, state.sum + queries, 0.0f);
     std::fill(state.acc, state.acc + static_cast<size_t>(queries) * a.dim, 0.0f);
-    const int common = s.path ? s.context : s.context + s.nodes;
+    const int common = shared_keys(s);
     for (int base = split * kSplit; base < (split + 1) * kSplit; base += kChunk) {
         const int shared = std::max(0, std::min(kChunk, common - base));
         for (int j = 0; j < kChunk; ++j) w.keys[j] = nullptr;
-        bool loaded = false;
+        bool loaded = w.ahead = false;
         for (int row = rows.begin; row < rows.end;) {
             const Seen r = seen(a, s, row, base);
             int end = row + 1;
@@ -353,114 +379,103 @@ static void finish(const AttentionShape& a, const State& state, int query, float
     for (int d = 0; d < a.dim; d += 16) (F16::load(acc + d) / total).store(out + d);
 }
 
-// All of a step's attention, cut into pieces for threads: a block of rows, a key head, a split.
-struct AttentionPlan {
-    AttentionShape shape;
-    const Segment* segments;
-    int num_segments;
-    int block_rows;
-    size_t piece_floats;
-    bool by_split;  // few rows: splits in parallel, merged afterwards
-};
-
+// A block of rows, a key head, and one split of the positions or (few rows: all splits apart, so
+// that threads can share them) all of them.
 struct Piece {
     int segment, kv_head, split, splits;
     Range rows;
 };
 
-DW_INLINE int num_splits(const Segment& s, Range rows) {
-    int longest = 0;
-    for (int row = rows.begin; row < rows.end; ++row)
-        longest = std::max(longest, path_length(s, row));
-    return ceil_div(longest, kSplit);
-}
+// All of a step's attention, cut into pieces for threads.
+struct AttentionPlan {
+    AttentionShape shape;
+    const Segment* segments;
+    std::vector<Piece> pieces;
+    std::vector<int> divided;  // the first pieces of those whose splits lie apart
+    size_t piece_floats;
+    bool by_split;
+};
 
 static AttentionPlan plan_attention(const AttentionShape& shape, const Segment* segments,
                                     int num_segments) {
-    AttentionPlan p{shape, segments, num_segments, 0, 0, true};
-    const int group = shape.heads / shape.kv_heads;
-    p.block_rows = std::max(1, kMaxQueries / group);
-    int rows = 0, widest = 0;
+    int rows = 0, widest = 1;
     for (int i = 0; i < num_segments; ++i) {
         rows += segments[i].rows;
-        widest = std::max(widest, segments[i].rows);
+        widest = std::max(widest, static_cast<int>(segments[i].rows));
     }
-    p.block_rows = std::min(p.block_rows, std::max(1, widest));
-    p.piece_floats = state_floats(p.block_rows * group, shape.dim);
-    p.by_split = rows <= 2 * kMaxRows;
+    const int group = shape.heads / shape.kv_heads;
+    const int block = std::min(std::max(1, kMaxQueries / group), widest);
+    AttentionPlan p{shape, segments, {}, {}, state_floats(block * group, shape.dim),
+                    rows <= 2 * kMaxRows};
+    for (int i = 0; i < num_segments; ++i)
+        for (int row = 0; row < segments[i].rows; row += block) {
+            const Range range{row, std::min(static_cast<int>(segments[i].rows), row + block)};
+            int longest = 0;
+            for (int r = range.begin; r < range.end; ++r)
+                longest = std::max(longest, path_length(segments[i], r));
+            const int splits = ceil_div(longest, kSplit);
+            for (int h = 0; h < shape.kv_heads; ++h) {
+                if (p.by_split && splits > 1) p.divided.push_back(static_cast<int>(p.pieces.size()));
+                for (int s = 0; s < (p.by_split ? splits : 1); ++s)
+                    p.pieces.push_back({i, h, s, splits, range});
+            }
+        }
     return p;
 }
 
-// Visits every piece in a fixed order: f(piece, index).
-template <class F>
-static int for_pieces(const AttentionPlan& p, F f) {
-    int index = 0;
-    for (int i = 0; i < p.num_segments; ++i)
-        for (int row = 0; row < p.segments[i].rows; row += p.block_rows) {
-            const Range rows{row, std::min(p.segments[i].rows, row + p.block_rows)};
-            const int splits = num_splits(p.segments[i], rows);
-            for (int h = 0; h < p.shape.kv_heads; ++h)
-                for (int s = 0; s < (p.by_split ? splits : 1); ++s)
-                    f(Piece{i, h, s, splits, rows}, index++);
-        }
-    return index;
+// Floats of memory that `attend_piece` needs: a state per piece, or two per thread.
+DW_INLINE size_t plan_floats(const AttentionPlan& p, int threads) {
+    return p.piece_floats * (p.by_split ? p.pieces.size() : 2 * static_cast<size_t>(threads));
+}
+
+DW_INLINE int num_queries(const AttentionPlan& p, const Piece& piece) {
+    return (piece.rows.end - piece.rows.begin) * (p.shape.heads / p.shape.kv_heads);
 }
 
 static void write_piece(const AttentionPlan& p, const Piece& piece, const State& state, float* out,
                         size_t out_stride) {
     const int group = p.shape.heads / p.shape.kv_heads;
-    const int row0 = p.segments[piece.segment].row0;
-    for (int row = piece.rows.begin; row < piece.rows.end; ++row)
-        for (int h = 0; h < group; ++h)
-            finish(p.shape, state, (row - piece.rows.begin) * group + h,
-                   out + (row0 + row) * out_stride +
-                       static_cast<size_t>(piece.kv_head * group + h) * p.shape.dim);
+    const int row0 = p.segments[piece.segment].row0 + piece.rows.begin;
+    for (int q = 0; q < num_queries(p, piece); ++q)
+        finish(p.shape, state, q,
+               out + (row0 + q / group) * out_stride +
+                   static_cast<size_t>(piece.kv_head * group + q % group) * p.shape.dim);
 }
 
 static void merge_all(const AttentionPlan& p, const Piece& piece, const State& a, const State& b) {
-    const int group = p.shape.heads / p.shape.kv_heads;
-    for (int q = 0; q < (piece.rows.end - piece.rows.begin) * group; ++q)
-        merge(a, b, q, p.shape.dim);
+    for (int q = 0; q < num_queries(p, piece); ++q) merge(a, b, q, p.shape.dim);
 }
 
-// First half of a step: this thread's pieces. `memory`: one state per piece (by_split), else two
-// per thread.
-static void attend_part(const AttentionPlan& p, const Planes& kv, const float* q, size_t q_stride,
-                        float* out, size_t out_stride, float* memory, int pieces, int t,
-                        int threads, Workspace& w) {
-    const Range mine = part(pieces, t, threads);
-    for_pieces(p, [&](const Piece& piece, int index) {
-        if (index < mine.begin || index >= mine.end) return;
-        const Segment& s = p.segments[piece.segment];
-        const int queries = (piece.rows.end - piece.rows.begin) * (p.shape.heads / p.shape.kv_heads);
-        point_queries(p.shape, q + s.row0 * q_stride, q_stride, piece.kv_head, piece.rows, w);
-        const size_t slot = p.by_split ? index : 2 * t;
-        const State state = state_at(memory + slot * p.piece_floats, queries);
-        attend_split(p.shape, s, kv, piece.kv_head, piece.rows, piece.split, state, w);
-        if (!p.by_split) {
-            const State next = state_at(memory + (slot + 1) * p.piece_floats, queries);
-            for (int split = 1; split < piece.splits; ++split) {
-                attend_split(p.shape, s, kv, piece.kv_head, piece.rows, split, next, w);
-                merge_all(p, piece, state, next);
-            }
-        }
-        if (!p.by_split || piece.splits == 1) write_piece(p, piece, state, out, out_stride);
-    });
+// First stage of a step's attention: one piece.
+static void attend_piece(const AttentionPlan& p, int index, const Planes& kv, const float* q,
+                         size_t q_stride, float* out, size_t out_stride, float* memory, int thread,
+                         Workspace& w) {
+    const Piece& piece = p.pieces[index];
+    const Segment& s = p.segments[piece.segment];
+    const int queries = num_queries(p, piece);
+    point_queries(p.shape, q + s.row0 * q_stride, q_stride, piece.kv_head, piece.rows, w);
+    const size_t slot = p.by_split ? index : 2 * thread;
+    const State state = state_at(memory + slot * p.piece_floats, queries);
+    attend_split(p.shape, s, kv, piece.kv_head, piece.rows, piece.split, state, w);
+    if (p.by_split && piece.splits > 1) return;
+    const State next = state_at(memory + (slot + 1) * p.piece_floats, queries);
+    for (int split = 1; split < piece.splits; ++split) {
+        attend_split(p.shape, s, kv, piece.kv_head, piece.rows, split, next, w);
+        merge_all(p, piece, state, next);
+    }
+    write_piece(p, piece, state, out, out_stride);
 }
 
-// Second half, after all threads have finished the first: merges what was split.
-static void merge_part(const AttentionPlan& p, float* out, size_t out_stride, float* memory, int t,
-                       int threads) {
-    if (!p.by_split) return;
-    int turn = 0;
-    for_pieces(p, [&](const Piece& piece, int index) {
-        if (piece.split != 0 || piece.splits == 1 || turn++ % threads != t) return;
-        const int queries = (piece.rows.end - piece.rows.begin) * (p.shape.heads / p.shape.kv_heads);
-        const State state = state_at(memory + index * p.piece_floats, queries);
-        for (int s = 1; s < piece.splits; ++s)
-            merge_all(p, piece, state, state_at(memory + (index + s) * p.piece_floats, queries));
-        write_piece(p, piece, state, out, out_stride);
-    });
+// Second stage: merges one of the divided pieces, in the order of the splits.
+static void merge_piece(const AttentionPlan& p, int nth, float* out, size_t out_stride,
+                        float* memory) {
+    const int index = p.divided[nth];
+    const Piece& piece = p.pieces[index];
+    const int queries = num_queries(p, piece);
+    const State state = state_at(memory + index * p.piece_floats, queries);
+    for (int s = 1; s < piece.splits; ++s)
+        merge_all(p, piece, state, state_at(memory + (index + s) * p.piece_floats, queries));
+    write_piece(p, piece, state, out, out_stride);
 }
 
 }  // namespace dw

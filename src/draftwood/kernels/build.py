@@ -77,9 +77,18 @@ def _attempt(progress: Callable[[str], None]) -> _Outcome:
     if os.environ.get("DRAFTWOOD_KERNELS", "1") == "0":
         return _Outcome(None, "DRAFTWOOD_KERNELS=0 turns the CPU kernels off")
     try:
-        return _Outcome(_open(_built(progress)), None)
+        return _Outcome(_opened(progress), None)
     except (OSError, subprocess.SubprocessError, _BuildError, AttributeError) as error:
         return _Outcome(None, f"the CPU kernels cannot be built: {error}")
+
+
+def _opened(progress: Callable[[str], None]) -> ctypes.CDLL:
+    path = _built(progress)
+    try:
+        return _open(path)
+    except OSError:  # damaged, by a full disk perhaps: once more from the sources
+        path.unlink()
+        return _open(_built(progress))
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -2,30 +2,43 @@
 //
 // Compiled on the user's machine for its own instruction set (build.py), with
 // -ffp-contract=off: a fused multiply-add is where it is written and nowhere else.
-#include <omp.h>
-
 #include "decoder.hpp"
 
 #define DW_API extern "C" __attribute__((visibility("default")))
 
 using namespace dw;
 
-template <class F>
-static void in_parallel(int threads, F f) {
-#pragma omp parallel num_threads(threads)
-    f(omp_get_thread_num(), omp_get_num_threads());
+// Multiply-adds that are worth a thread of their own: waking one takes some microseconds, and much
+// longer on a busy machine.
+static int64_t grain = 400000;
+
+static int threads_for(int64_t work, int threads) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, work / grain)));
+}
+
+// A layer's weights are read once and used for every row, eight rows in the time of reading them.
+static int64_t linear_work(const Packed& p, int64_t rows) {
+    return static_cast<int64_t>(p.n) * p.k * (8 + rows) / 4;
+}
+
+static int64_t attention_work(const AttentionPlan& plan) {
+    int64_t work = 0;
+    for (const Piece& piece : plan.pieces)
+        work += static_cast<int64_t>(kSplit) * plan.shape.dim * (4 + num_queries(plan, piece)) *
+                (plan.by_split ? 1 : piece.splits);
+    return work;
 }
 
 template <class F>
-static void for_rows(int64_t rows, int threads, F f) {
-    if (rows < 2) threads = 1;
-    in_parallel(threads, [&](int t, int team) {
-        const Range r = part(static_cast<int>(rows), t, team);
-        for (int i = r.begin; i < r.end; ++i) f(i);
-    });
+static void for_rows(int64_t rows, int64_t width, int threads, F f) {
+    in_parallel(threads_for(rows * width * 4, threads), 1,
+                [&](Member team) { team.each(static_cast<int>(rows), f); });
 }
 
 DW_API int dw_abi() { return 1; }
+
+// For tests: threads are used for this much work and more.
+DW_API void dw_set_grain(int64_t work) { grain = work; }
 
 DW_API const char* dw_isa() {
 #if defined(DW_AVX512)
@@ -42,11 +55,8 @@ DW_API void dw_linear_int8(const float* x, int64_t rows, int64_t k, const Packed
                            float* out, int threads) {
     const Quantised q = quantised(arena(), static_cast<int>(rows), p->k, group);
     float* padded_rows = scratch(arena().wide, p->k == k ? 1 : rows * p->k);
-    Barrier barrier;
-    in_parallel(threads, [&](int t, int team) {
-        barrier.join(team);
-        const Range mine = part(static_cast<int>(rows), t, team);
-        for (int64_t r = mine.begin; r < mine.end; ++r) {
+    in_parallel(threads_for(linear_work(*p, rows), threads), 2, [&](Member team) {
+        team.each(static_cast<int>(rows), [&](int64_t r) {
             const float* row = x + r * k;
             if (p->k != k) {
                 float* copy = padded_rows + r * p->k;
@@ -55,10 +65,12 @@ DW_API void dw_linear_int8(const float* x, int64_t rows, int64_t k, const Packed
                 row = copy;
             }
             quantise_row(row, q, static_cast<int>(r));
-        }
-        barrier.wait();
-        linear_part(*p, q, static_cast<int>(rows), t, team, [&](int r, int c, F16 y) {
-            store_channels(y, out + static_cast<size_t>(r) * p->n, c, p->n);
+        });
+        const int parts = team.pieces(num_tiles(*p));
+        team.each(parts, [&](int nth) {
+            linear_part(*p, q, static_cast<int>(rows), nth, parts, [&](int r, int c, F16 y) {
+                store_channels(y, out + static_cast<size_t>(r) * p->n, c, p->n);
+            });
         });
     });
 }
@@ -72,7 +84,7 @@ DW_API void dw_embedding(const int64_t* ids, int64_t rows, const Packed* p, int6
 // y = x + residual (kept in `residual`) when there is one; out = norm(y) * weight
 DW_API void dw_rms_norm(const float* x, float* residual, const float* weight, float eps,
                         int64_t rows, int64_t n, float* out, int threads) {
-    for_rows(rows, threads, [&](int64_t r) {
+    for_rows(rows, n, threads, [&](int64_t r) {
         const float* row = x + r * n;
         if (residual) {
             float* sum_row = residual + r * n;
@@ -86,7 +98,7 @@ DW_API void dw_rms_norm(const float* x, float* residual, const float* weight, fl
 // x [rows, heads, dim], rotated in place
 DW_API void dw_rope(float* x, const float* cosine, const float* sine, int64_t rows, int64_t heads,
                     int64_t dim, int64_t rotary, int64_t row_stride, int threads) {
-    for_rows(rows, threads, [&](int64_t r) {
+    for_rows(rows, heads * dim, threads, [&](int64_t r) {
         for (int64_t h = 0; h < heads; ++h)
             rope_head(x + r * row_stride + h * dim, cosine + r * (rotary / 2),
                       sine + r * (rotary / 2), static_cast<int>(rotary / 2));
@@ -95,7 +107,7 @@ DW_API void dw_rope(float* x, const float* cosine, const float* sine, int64_t ro
 
 // gate_up [rows, 2 n] -> out [rows, n]
 DW_API void dw_silu_mul(const float* gate_up, int64_t rows, int64_t n, float* out, int threads) {
-    for_rows(rows, threads, [&](int64_t r) {
+    for_rows(rows, 4 * n, threads, [&](int64_t r) {
         const float* row = gate_up + 2 * r * n;
         silu_mul_row(row, row + n, out + r * n, static_cast<int>(n));
     });
@@ -103,7 +115,7 @@ DW_API void dw_silu_mul(const float* gate_up, int64_t rows, int64_t n, float* ou
 
 DW_API void dw_top_k(const float* x, int64_t rows, int64_t n, int64_t stride, int k, float* values,
                      int64_t* indices, int threads) {
-    for_rows(rows, threads, [&](int64_t r) {
+    for_rows(rows, n / 4, threads, [&](int64_t r) {
         top_k_row(x + r * stride, n, k, values + r * k, indices + r * k);
     });
 }
@@ -114,20 +126,27 @@ DW_API void dw_attention(const AttentionShape* shape, const Segment* segments, i
                          const float* v_plane, int64_t slot_stride, float* out, int64_t out_stride,
                          int threads) {
     const AttentionPlan plan = plan_attention(*shape, segments, num_segments);
-    const int pieces = for_pieces(plan, [](const Piece&, int) {});
     Arena& mem = arena();
-    float* states = scratch(mem.states, plan.piece_floats * (plan.by_split ? pieces : 2 * threads));
+    float* states = scratch(mem.states, plan_floats(plan, threads));
     if (mem.spaces.size() < static_cast<size_t>(threads)) mem.spaces.resize(threads);
     Workspace* spaces = mem.spaces.data();
     const Planes kv{k_plane, v_plane, static_cast<size_t>(slot_stride)};
-    in_parallel(threads, [&](int t, int team) {
-        attend_part(plan, kv, q, q_stride, out, out_stride, states, pieces, t, team, spaces[t]);
+    in_parallel(threads_for(attention_work(plan), threads), 2, [&](Member team) {
+        team.each(static_cast<int>(plan.pieces.size()), [&](int n) {
+            attend_piece(plan, n, kv, q, q_stride, out, out_stride, states, team.thread,
+                         spaces[team.thread]);
+        });
+        team.each(static_cast<int>(plan.divided.size()),
+                  [&](int n) { merge_piece(plan, n, out, out_stride, states); });
     });
-    in_parallel(threads,
-                [&](int t, int team) { merge_part(plan, out, out_stride, states, t, team); });
 }
 
 DW_API void dw_forward(const Model* model, const Step* step, int threads) {
+    // A layer has four matrices and as many stages between them to meet at.
+    int64_t work = 0;
+    for (int i = 0; i < model->num_layers; ++i)
+        work += linear_work(model->layers[i].gate_up, step->rows) / model->num_layers;
+    threads = threads_for(work, threads);
     Forward forward(*model, *step, threads);
-    in_parallel(threads, [&](int t, int team) { forward.run(t, team); });
+    in_parallel(threads, forward.num_stages(), [&](Member team) { forward.run(team); });
 }

@@ -3,44 +3,12 @@
 // Every stage is the same code as the single operators, so the bits are the same too.
 #pragma once
 
-#include <sched.h>
-
-#include <atomic>
 #include <vector>
 
 #include "attention.hpp"
+#include "team.hpp"
 
 namespace dw {
-
-// Spins a little, then lets others run: a core may be busy with another program.
-class Barrier {
-  public:
-    // Every thread says how many there are before its first wait; all say the same.
-    void join(int threads) { threads_.store(threads, std::memory_order_relaxed); }
-    void wait() {
-        const int turn = turn_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 ==
-            threads_.load(std::memory_order_relaxed)) {
-            arrived_.store(0, std::memory_order_relaxed);
-            turn_.store(turn + 1, std::memory_order_release);
-            return;
-        }
-        for (int spin = 0; turn_.load(std::memory_order_acquire) == turn; ++spin) {
-            if (spin > 4000) {
-                sched_yield();
-                continue;
-            }
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
-        }
-    }
-
-  private:
-    std::atomic<int> threads_{1};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int> turn_{0};
-};
 
 // The structs below are mirrored in ops.py.
 struct Layer {
@@ -101,7 +69,7 @@ static Quantised quantised(Arena& a, int rows, int k, int group) {
 class Forward {
   public:
     Forward(const Model& m, const Step& s, int threads)
-        : m_(m), s_(s) {
+        : m_(m), s_(s), plan_(plan_attention(m.attention, s.segments, s.num_segments)) {
         const AttentionShape& a = m.attention;
         q_width_ = a.heads * a.dim;
         kv_width_ = a.kv_heads * a.dim;
@@ -109,27 +77,27 @@ class Forward {
         Arena& mem = arena();
         const size_t rows = s.rows;
         x_ = scratch(mem.x, rows * m.hidden + 16);
-        qkv_ = scratch(mem.wide, rows * wide_ + 16);
         normed_ = scratch(mem.normed, rows * m.hidden + 16);
+        qkv_ = scratch(mem.wide, rows * wide_ + 16);
         context_ = scratch(mem.context, rows * q_width_ + 16);
         middle_ = scratch(mem.middle, rows * m.inter + 16);
-        const int widest = std::max(std::max(m.hidden, m.inter), q_width_);
-        acts_ = quantised(mem, s.rows, widest, m.group);
-        plan_ = plan_attention(a, s.segments, s.num_segments);
-        pieces_ = for_pieces(plan_, [](const Piece&, int) {});
-        states_ = scratch(mem.states, plan_.piece_floats * (plan_.by_split ? pieces_ : 2 * threads));
+        acts_ = quantised(mem, s.rows, std::max({m.hidden, m.inter, q_width_}), m.group);
+        states_ = scratch(mem.states, plan_floats(plan_, threads));
         if (mem.spaces.size() < static_cast<size_t>(threads)) mem.spaces.resize(threads);
         spaces_ = mem.spaces.data();
     }
 
-    // The work of thread `t` of a team of `threads`, at most as many as the constructor was told.
-    void run(int t, int threads) {
-        barrier_.join(threads);
-        const Range rows = part(s_.rows, t, threads);
-        for (int r = rows.begin; r < rows.end; ++r)
+    int num_stages() const { return 3 + 11 * m_.num_layers; }
+
+    void run(Member team) {
+        team.each(s_.rows, [&](int r) {
             embedding_row(m_.embedding, s_.ids[r], m_.group, x_ + at(r, m_.hidden), m_.hidden);
-        for (int i = 0; i < m_.num_layers; ++i) layer(i, t, threads, rows);
-        head(t, threads);
+        });
+        for (int i = 0; i < m_.num_layers; ++i) {
+            attention(i, team);
+            mlp(i, team);
+        }
+        head(team);
     }
 
   private:
@@ -142,117 +110,103 @@ class Forward {
         return q;
     }
 
-    void norm(const float* weight, Range rows) {
-        const Quantised q = acts(m_.hidden);
-        for (int r = rows.begin; r < rows.end; ++r) {
+    void norm(const float* weight, Member& team) {
+        team.each(s_.rows, [&](int r) {
             float* y = normed_ + at(r, m_.hidden);
             rms_norm_row(x_ + at(r, m_.hidden), weight, y, m_.hidden, m_.eps);
-            quantise_row(y, q, r);
-        }
-    }
-
-    void layer(int i, int t, int threads, Range rows) {
-        const Layer& l = m_.layers[i];
-        norm(l.attention_norm, rows);
-        barrier_.wait();
-        linear_part(l.qkv, acts(m_.hidden), s_.rows, t, threads, [&](int r, int c, F16 y) {
-            store_channels(y, qkv_ + at(r, wide_), c, wide_);
+            quantise_row(y, acts(m_.hidden), r);
         });
-        barrier_.wait();
-        place(i, rows);
-        barrier_.wait();
-        const Planes kv{s_.k_planes[i], s_.v_planes[i], static_cast<size_t>(s_.slot_stride)};
-        attend_part(plan_, kv, qkv_, wide_, context_, q_width_, states_, pieces_, t, threads,
-                    spaces_[t]);
-        barrier_.wait();
-        if (plan_.by_split) {
-            merge_part(plan_, context_, q_width_, states_, t, threads);
-            barrier_.wait();
-        }
-        for (int r = rows.begin; r < rows.end; ++r)
-            quantise_row(context_ + at(r, q_width_), acts(q_width_), r);
-        barrier_.wait();
-        add_linear(l.o, q_width_, t, threads);
-        barrier_.wait();
-        norm(l.mlp_norm, rows);
-        barrier_.wait();
-        gate_up(l.gate_up, t, threads);
-        barrier_.wait();
-        for (int r = rows.begin; r < rows.end; ++r)
-            quantise_row(middle_ + at(r, m_.inter), acts(m_.inter), r);
-        barrier_.wait();
-        add_linear(l.down, m_.inter, t, threads);
-        barrier_.wait();
     }
 
-    // Rotates queries and keys and puts keys and values into their slots.
-    void place(int i, Range rows) {
+    void attention(int i, Member& team) {
         const Layer& l = m_.layers[i];
+        norm(l.attention_norm, team);
+        const int parts = team.pieces(num_tiles(l.qkv));
+        team.each(parts, [&](int nth) {
+            linear_part(l.qkv, acts(m_.hidden), s_.rows, nth, parts, [&](int r, int c, F16 y) {
+                store_channels(y, qkv_ + at(r, wide_), c, wide_);
+            });
+        });
+        team.each(s_.rows, [&](int r) { place(l, i, r); });
+        const Planes kv{s_.k_planes[i], s_.v_planes[i], static_cast<size_t>(s_.slot_stride)};
+        team.each(static_cast<int>(plan_.pieces.size()), [&](int n) {
+            attend_piece(plan_, n, kv, qkv_, wide_, context_, q_width_, states_, team.thread,
+                         spaces_[team.thread]);
+        });
+        team.each(static_cast<int>(plan_.divided.size()),
+                  [&](int n) { merge_piece(plan_, n, context_, q_width_, states_); });
+        team.each(s_.rows,
+                  [&](int r) { quantise_row(context_ + at(r, q_width_), acts(q_width_), r); });
+        add_linear(l.o, q_width_, team);
+    }
+
+    // Rotates a row's queries and keys and puts its keys and values into their slot.
+    void place(const Layer& l, int i, int r) {
         const AttentionShape& a = m_.attention;
         const int half = s_.rotary / 2;
-        for (int n = 0; n < s_.num_segments; ++n) {
-            const Segment& seg = s_.segments[n];
-            const int begin = std::max(rows.begin, seg.row0);
-            const int end = std::min(rows.end, seg.row0 + seg.rows);
-            for (int r = begin; r < end; ++r) {
-                float* x = qkv_ + at(r, wide_);
-                for (int h = 0; h < a.heads + a.kv_heads; ++h) {
-                    float* head = x + h * a.dim;
-                    const float* weight = h < a.heads ? l.q_norm : l.k_norm;
-                    if (weight) rms_norm_row(head, weight, head, a.dim, m_.eps);
-                    rope_head(head, s_.cosine + at(r, half), s_.sine + at(r, half), half);
-                }
-                const size_t slot = own_slot(seg, r - seg.row0) * s_.slot_stride;
-                std::memcpy(s_.k_planes[i] + slot, x + q_width_, sizeof(float) * kv_width_);
-                std::memcpy(s_.v_planes[i] + slot, x + q_width_ + kv_width_,
-                            sizeof(float) * kv_width_);
-            }
+        float* x = qkv_ + at(r, wide_);
+        for (int h = 0; h < a.heads + a.kv_heads; ++h) {
+            float* head = x + h * a.dim;
+            const float* weight = h < a.heads ? l.q_norm : l.k_norm;
+            if (weight) rms_norm_row(head, weight, head, a.dim, m_.eps);
+            rope_head(head, s_.cosine + at(r, half), s_.sine + at(r, half), half);
         }
+        const Segment* seg = s_.segments;
+        while (r >= seg->row0 + seg->rows) ++seg;
+        const size_t slot = own_slot(*seg, r - seg->row0) * s_.slot_stride;
+        std::memcpy(s_.k_planes[i] + slot, x + q_width_, sizeof(float) * kv_width_);
+        std::memcpy(s_.v_planes[i] + slot, x + q_width_ + kv_width_, sizeof(float) * kv_width_);
     }
 
-    void add_linear(const Packed& p, int k, int t, int threads) {
-        linear_part(p, acts(k), s_.rows, t, threads, [&](int r, int c, F16 y) {
-            float* x = x_ + at(r, m_.hidden);
-            store_channels(load_some(x + c, m_.hidden - c) + y, x, c, m_.hidden);
+    void mlp(int i, Member& team) {
+        const Layer& l = m_.layers[i];
+        norm(l.mlp_norm, team);
+        const int parts = team.pieces(num_tiles(l.gate_up) / 2);
+        team.each(parts, [&](int nth) {
+            linear_pairs_part(l.gate_up, acts(m_.hidden), s_.rows, nth, parts,
+                              [&](int r, int c, F16 gate, F16 up) {
+                                  store_channels(silu_mul(gate, up), middle_ + at(r, m_.inter), c,
+                                                 m_.inter);
+                              });
+        });
+        team.each(s_.rows,
+                  [&](int r) { quantise_row(middle_ + at(r, m_.inter), acts(m_.inter), r); });
+        add_linear(l.down, m_.inter, team);
+    }
+
+    void add_linear(const Packed& p, int k, Member& team) {
+        const int parts = team.pieces(num_tiles(p));
+        team.each(parts, [&](int nth) {
+            linear_part(p, acts(k), s_.rows, nth, parts, [&](int r, int c, F16 y) {
+                float* x = x_ + at(r, m_.hidden);
+                store_channels(load_some(x + c, m_.hidden - c) + y, x, c, m_.hidden);
+            });
         });
     }
 
-    void gate_up(const Packed& p, int t, int threads) {
-        linear_pairs_part(p, acts(m_.hidden), s_.rows, t, threads,
-                          [&](int r, int c, F16 gate, F16 up) {
-                              store_channels(silu_mul(gate, up), middle_ + at(r, m_.inter), c,
-                                             m_.inter);
-                          });
-    }
-
-    void head(int t, int threads) {
-        const Range wanted = part(s_.num_wanted, t, threads);
+    void head(Member& team) {
         const Quantised q = acts(m_.hidden);
-        for (int i = wanted.begin; i < wanted.end; ++i) {
-            float* y = normed_ + at(i, m_.hidden);
-            rms_norm_row(x_ + at(s_.wanted[i], m_.hidden), m_.norm, y, m_.hidden, m_.eps);
-            quantise_row(y, q, i);
-        }
-        if (s_.hidden) {
-            const Range rows = part(s_.rows, t, threads);
-            for (int r = rows.begin; r < rows.end; ++r)
-                rms_norm_row(x_ + at(r, m_.hidden), m_.norm, s_.hidden + at(r, m_.hidden),
-                             m_.hidden, m_.eps);
-        }
-        barrier_.wait();
-        const int vocabulary = m_.head.n;
-        linear_part(m_.head, q, s_.num_wanted, t, threads, [&](int r, int c, F16 y) {
-            store_channels(y, s_.logits + at(r, vocabulary), c, vocabulary);
+        team.each(s_.num_wanted + (s_.hidden ? s_.rows : 0), [&](int i) {
+            const bool wanted = i < s_.num_wanted;
+            const int r = wanted ? s_.wanted[i] : i - s_.num_wanted;
+            float* y = wanted ? normed_ + at(i, m_.hidden) : s_.hidden + at(r, m_.hidden);
+            rms_norm_row(x_ + at(r, m_.hidden), m_.norm, y, m_.hidden, m_.eps);
+            if (wanted) quantise_row(y, q, i);
+        });
+        const int vocabulary = m_.head.n, parts = team.pieces(num_tiles(m_.head));
+        team.each(parts, [&](int nth) {
+            linear_part(m_.head, q, s_.num_wanted, nth, parts, [&](int r, int c, F16 y) {
+                store_channels(y, s_.logits + at(r, vocabulary), c, vocabulary);
+            });
         });
     }
 
     const Model& m_;
     const Step& s_;
-    Barrier barrier_;
-    int q_width_, kv_width_, wide_, pieces_;
+    const AttentionPlan plan_;
+    int q_width_, kv_width_, wide_;
     float *x_, *normed_, *qkv_, *context_, *middle_, *states_;
     Quantised acts_;
-    AttentionPlan plan_;
     Workspace* spaces_;
 };
 

@@ -51,13 +51,15 @@ struct Packed {
 DW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DW_INLINE int padded(int n, int to) { return ceil_div(n, to) * to; }
 
+DW_INLINE int num_tiles(const Packed& p) { return ceil_div(p.n, kTile); }
+
 struct Range {
     int begin, end;
 };
-// The part of `count` items that belongs to thread `t` of `threads`.
-DW_INLINE Range part(int count, int t, int threads) {
-    return {static_cast<int>(static_cast<int64_t>(count) * t / threads),
-            static_cast<int>(static_cast<int64_t>(count) * (t + 1) / threads)};
+// Part `nth` of `count` items cut into `parts`.
+DW_INLINE Range part(int count, int nth, int parts) {
+    return {static_cast<int>(static_cast<int64_t>(count) * nth / parts),
+            static_cast<int>(static_cast<int64_t>(count) * (nth + 1) / parts)};
 }
 
 // Multiplies n floats by a Hadamard matrix over sqrt(n), in place; n is 16 times a power of two,
@@ -261,18 +263,19 @@ DW_INLINE F16 scaled(const Packed& p, const float* acc, int channel) {
     return fma(F16::load(acc), F16::load(p.scale + channel), bias);
 }
 
-// This thread's tiles of a layer; `emit(row, channel, values of 16 channels)` takes the results.
+// The tiles of part `nth` of `parts` of a layer; `emit(row, channel, values of 16 channels)` takes
+// the results.
 template <class Emit>
-static void linear_part(const Packed& p, const Quantised& q, int rows, int t, int threads,
+static void linear_part(const Packed& p, const Quantised& q, int rows, int nth, int parts,
                         Emit emit) {
     alignas(64) float acc[kMaxRows * kTile];
-    const Range tiles = part(ceil_div(p.n, kTile), t, threads);
+    const Range tiles = part(num_tiles(p), nth, parts);
     for (int tile = tiles.begin; tile < tiles.end; ++tile)
         for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
             const int count = std::min(kMaxRows, rows - row0);
             tile_sums(p, tile, q, row0, count, acc);
             for (int r = 0; r < count; ++r)
-                for (int c = 0; c < kTile; c += 16)
+                for (int c = 0; c < kTile && tile * kTile + c < p.n; c += 16)
                     emit(row0 + r, tile * kTile + c,
                          scaled(p, acc + r * kTile + c, tile * kTile + c));
         }
@@ -281,11 +284,11 @@ static void linear_part(const Packed& p, const Quantised& q, int rows, int t, in
 // The same for a layer whose second half of tiles belongs to the first (gate and up):
 // `emit(row, channel, value of the first half, value of the second half)`.
 template <class Emit>
-static void linear_pairs_part(const Packed& p, const Quantised& q, int rows, int t, int threads,
+static void linear_pairs_part(const Packed& p, const Quantised& q, int rows, int nth, int parts,
                               Emit emit) {
     alignas(64) float first[kMaxRows * kTile], second[kMaxRows * kTile];
-    const int half = ceil_div(p.n, kTile) / 2;
-    const Range tiles = part(half, t, threads);
+    const int half = num_tiles(p) / 2;
+    const Range tiles = part(half, nth, parts);
     for (int tile = tiles.begin; tile < tiles.end; ++tile)
         for (int row0 = 0; row0 < rows; row0 += kMaxRows) {
             const int count = std::min(kMaxRows, rows - row0);
