@@ -1,0 +1,125 @@
+"""8 bits: made from folders and GGUF files, chosen by size, refused with a reason, good enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+from draftwood.errors import ConfigError, ModelError
+from draftwood.llm import LLM
+from draftwood.models import load, sources
+from draftwood.models.int8_convert import FILE_NAME, count_parameters, why_not_int8
+from draftwood.models.load import Placement, choose_form
+from draftwood.sampling import SamplingParams
+from tests.models.test_exact import CONFIGS, make_module
+from tests.tiny import save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder whose sizes the 8-bit decoder takes, and an empty cache."""
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "cache"))
+    save_tiny(tmp_path / "model", "llama")  # for its tokenizer
+    module = make_module("llama")
+    config = module.config
+    config.vocab_size = 2048
+    module = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2"])
+def test_parameters_are_counted_as_the_module_has_them(arch: str) -> None:
+    """The choice of 8 bits goes by this count; norms and biases do not matter."""
+    module = make_module(arch)
+    count = count_parameters(module.config)
+    if arch in ("phi3", "gpt2"):
+        assert count == 0
+    else:
+        assert count == sum(p.numel() for p in module.parameters() if p.dim() == 2)
+
+
+def test_a_folder_gets_8_bits_once(folder: Path) -> None:
+    first = sources.resolve(str(folder), form="int8")
+    assert first.int8 is not None
+    made = (first.int8 / FILE_NAME).stat().st_mtime_ns
+    again = sources.resolve(str(folder), form="int8")
+    assert again == first
+    assert (first.int8 / FILE_NAME).stat().st_mtime_ns == made
+    llm = LLM(str(folder), quantization="int8")
+    assert llm.model.spec.quantization == "int8"
+    plain = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, speculation=False))[0]
+    assert llm.generate([5, 6, 7], SamplingParams(max_tokens=20))[0].token_ids == plain.token_ids
+
+
+def test_changed_weights_get_8_bits_anew(folder: Path) -> None:
+    first = sources.resolve(str(folder), form="int8").int8
+    make_module("llama").save_pretrained(folder)
+    assert sources.resolve(str(folder), form="int8").int8 != first
+
+
+def test_large_models_on_a_cpu_run_in_8_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_form(str(folder), Placement(CPU), None).form == "float32"
+    monkeypatch.setattr(load, "INT8_FROM_PARAMETERS", 1000)
+    choice = choose_form(str(folder), Placement(CPU), None)
+    assert choice.form == "int8"
+    assert "parameters on a CPU" in choice.reason
+    assert choose_form(str(folder), Placement(CPU, quantization="none"), None).form == "float32"
+    bfloat16 = Placement(CPU, torch.bfloat16)
+    assert choose_form(str(folder), bfloat16, None).form == "float32"
+
+
+def test_what_cannot_be_had_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int4': use int8, none"):
+        LLM(str(folder), quantization="int4")
+    with pytest.raises(ConfigError, match="it is for CPUs"):
+        choose_form(str(folder), Placement(torch.device("cuda"), quantization="int8"), None)
+    monkeypatch.setattr("draftwood.kernels.build.why_unavailable", lambda: "there is no compiler")
+    with pytest.raises(ConfigError, match="int8 cannot be had: there is no compiler"):
+        LLM(str(folder), quantization="int8")
+    choice = choose_form(str(folder), Placement(CPU), None)
+    assert (choice.form, choice.reason) == ("float32", "there is no compiler")
+
+
+def test_shapes_the_decoder_does_not_take_are_named() -> None:
+    assert why_not_int8(CONFIGS["llama"]) is None
+    assert "gpt2" in str(why_not_int8(CONFIGS["gpt2"]))
+    assert "gelu" in str(why_not_int8(tf.LlamaConfig(hidden_act="gelu")))
+    assert "sizes" in str(why_not_int8(tf.LlamaConfig(hidden_size=72, num_attention_heads=4)))
+    scaled = tf.LlamaConfig(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    assert "dynamic" in str(why_not_int8(scaled))
+    mixed = tf.Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert "windows" in str(why_not_int8(mixed))
+
+
+def test_a_damaged_file_is_named(folder: Path) -> None:
+    files = sources.resolve(str(folder), form="int8")
+    assert files.int8 is not None
+    path = files.int8 / FILE_NAME
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="damaged: delete its folder"):
+        LLM(str(folder), quantization="int8")
+
+
+@pytest.mark.real_model
+def test_8_bits_pass_the_quality_bar() -> None:
+    """Perplexity within 1.5 % of float32 and a mean divergence of at most 0.02 nats."""
+    from draftwood.bench import quality
+
+    tested, _, _ = load.load_model("smollm2-135m", Placement(CPU, quantization="int8"))
+    reference, files, _ = load.load_model("smollm2-135m", Placement(CPU, quantization="none"))
+    from draftwood.text import Tokenizer
+
+    named = quality.texts([], 20)
+    results = quality.compare(tested, reference, Tokenizer.load(files.path), named, 500)
+    assert len(results) >= 2
+    for result in results:
+        assert abs(result.perplexity_change) < 0.015, result
+        assert 0 < result.divergence < 0.02, result
