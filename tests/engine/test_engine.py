@@ -645,6 +645,26 @@ def test_another_models_cache_is_not_used() -> None:
     )
 
 
+def test_a_hash_collision_costs_a_computation_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block under one of two keys: tokens are compared on a hit, not only hashes."""
+
+    class Weak:
+        def __init__(self, data: bytes, digest_size: int) -> None:
+            self._sum = sum(data) % 2
+
+        def digest(self) -> bytes:
+            """One of two."""
+            return b"ab"[self._sum : self._sum + 1]
+
+    monkeypatch.setattr("draftwood.kv.prefix.blake2b", Weak)
+    llm = toy_llm(block_size=2)
+    for seed in range(6):
+        prompts = toy_prompts(9, 14, 5, seed=seed)
+        for _ in range(2):
+            assert llm.run(prompts, GREEDY) == toy_texts(prompts)
+    assert_all_free(llm)
+
+
 # --- the end of the context ------------------------------------------------------------------
 
 
