@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -184,6 +185,23 @@ def test_ctrl_c_with_json_gives_whole_json(call: Call, tiny: str, interrupted: l
     assert answer.json["interrupted"] is True
     assert answer.json["outputs"][0]["finish_reason"] == "abort"
     assert answer.json["outputs"][0]["text"] == "".join(interrupted)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_ctrl_c_while_loading_is_never_a_traceback(
+    call: Call, tiny: str, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """numpy swallowed it while it was imported, and an unrelated import error came out."""
+
+    def swallowing(*arguments: object, **options: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if fails:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'")
+
+    monkeypatch.setattr("draftwood.llm.LLM", swallowing)
+    answer = call("generate", tiny, "the")
+    assert (answer.code, answer.out, answer.err) == (130, "", "interrupted\n")
 
 
 def test_ctrl_c_leaves_no_half_state(tiny: str) -> None:

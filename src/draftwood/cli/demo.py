@@ -13,7 +13,7 @@ import typer
 from draftwood.cli import options as opt
 from draftwood.cli.loading import timed_load
 from draftwood.cli.output import write
-from draftwood.cli.running import Request, complete
+from draftwood.cli.running import OnText, Request, complete
 from draftwood.cli.stats import output_record, tokens_per_s
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class _Stage:
         self._speculative = llm.engine
         self._plain = llm.make_engine(NoDrafter())
         for engine in (self._plain, self._speculative):  # the first rounds pay for lazy set-up
-            complete(engine, [Request(self._tokenizer.encode("Hello"), params.but(max_tokens=4))])
+            _run(engine, self._tokenizer.encode("Hello"), params.but(max_tokens=4))
 
     def play(self, case: _Case) -> _Result:
         """One prompt, both ways."""
@@ -221,12 +221,18 @@ class _Stage:
 
     def _run(self, title: str, engine: Engine, ids: Sequence[int]) -> RequestOutput:
         self._screen.run(title)
-        run = complete(engine, [Request(ids, self._params)], self._screen.text)
-        [output] = run.outputs
-        if run.interrupted:
-            raise KeyboardInterrupt
+        output = _run(engine, ids, self._params, self._screen.text)
         self._screen.speed(output)
         return output
+
+
+def _run(
+    engine: Engine, ids: Sequence[int], params: SamplingParams, on_text: OnText | None = None
+) -> RequestOutput:
+    run = complete(engine, [Request(ids, params)], on_text)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run.outputs[0]
 
 
 def _print_table(results: Sequence[_Result], first_text_s: float) -> None:

@@ -19,6 +19,7 @@ import typer
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
 from draftwood.cli.pull import packaged_models
+from draftwood.cli.running import interruptible
 from draftwood.models.cache import cache_dir, human_bytes
 
 State = Literal["ok", "info", "missing"]
@@ -42,7 +43,8 @@ class Finding:
 def doctor(as_json: opt.Json = False) -> None:
     """Show what this machine has, what is missing, and what will be used."""
     quiet()
-    sections = {title: look() for title, look in _SECTIONS.items()}
+    with interruptible():
+        sections = {title: look() for title, look in _SECTIONS.items()}
     if as_json:
         print(json.dumps(_record(sections), ensure_ascii=False))
     else:

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from draftwood.cli.options import ModelOptions
+from draftwood.cli.running import interruptible
 from draftwood.models.progress import shown_progress
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def quiet() -> None:
 def load(options: ModelOptions) -> LLM:
     """Downloads what is missing, with a bar on stderr, and loads it."""
     quiet()
-    with shown_progress(sys.stderr) as progress:
+    with interruptible(), shown_progress(sys.stderr) as progress:
         from draftwood.llm import LLM
 
         plain = options.no_speculation

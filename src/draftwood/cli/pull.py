@@ -11,6 +11,7 @@ import typer
 
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
+from draftwood.cli.running import interruptible
 from draftwood.models.cache import cache_dir, human_bytes
 from draftwood.models.packaged import PACKAGED, PackagedModel
 from draftwood.models.progress import Progress, shown_progress
@@ -32,7 +33,7 @@ def pull(name: Name = None, as_json: opt.Json = False) -> None:
         _list(as_json)
         return
     quiet()
-    with shown_progress(sys.stderr) as progress:
+    with interruptible(), shown_progress(sys.stderr) as progress:
         files = _fetch(name, progress)
     if as_json:
         print(json.dumps({"name": name, "path": str(files.path), "fingerprint": files.fingerprint}))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,15 @@ OnText = Callable[[int, str, bool], None]
 
 
 class Interrupt:
-    """While entered, Ctrl-C sets `asked`; a second one raises KeyboardInterrupt as ever."""
+    """While entered, Ctrl-C sets `asked`; a second one raises KeyboardInterrupt as ever.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: raise at the first one too.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
         self.asked = False
+        self._at_once = at_once
         self._previous: Any = None
 
     def __enter__(self) -> Interrupt:
@@ -37,9 +43,26 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        again, self.asked = self.asked, True
+        if again or self._at_once:
             raise KeyboardInterrupt
-        self.asked = True
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C inside ends in KeyboardInterrupt, whatever the code it hits makes of it.
+
+    Large packages swallow the exception while they are imported, and fail later in other ways.
+    """
+    with Interrupt(at_once=True) as interrupt:
+        try:
+            yield
+        except Exception as error:
+            if interrupt.asked:
+                raise KeyboardInterrupt from error
+            raise
+    if interrupt.asked:
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)
