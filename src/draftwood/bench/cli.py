@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.peer_cli import peers
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -198,6 +199,9 @@ def quality(
         _print_json(rows)
     else:
         console().print(quality_table(rows))
+
+
+app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
