@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,21 @@ import torch
 
 from draftwood.kernels import build
 
-_X86 = platform.machine().lower() in {"x86_64", "amd64"}
-_TARGETS = ["native", "x86-64-v3", "x86-64-v2"] if _X86 else ["native"]
+# Compiler targets and the processor flags without which their code cannot run here.
+_NEEDS = {
+    "alderlake": {"avx_vnni", "avx2", "fma"},
+    "x86-64-v3": {"avx2", "fma"},
+    "x86-64-v2": {"sse4_2"},
+}
+
+
+def targets() -> list[str]:
+    """What the kernels can be compiled for and tested on this machine."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        flags = set()
+    return ["native", *(target for target, needed in _NEEDS.items() if needed <= flags)]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +40,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture(params=_TARGETS)
+@pytest.fixture(params=targets())
 def kernels(
     request: pytest.FixtureRequest, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:

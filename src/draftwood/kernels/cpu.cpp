@@ -43,6 +43,8 @@ DW_API void dw_set_grain(int64_t work) { grain = work; }
 DW_API const char* dw_isa() {
 #if defined(DW_AVX512)
     return "avx512vnni";
+#elif defined(DW_AVXVNNI)
+    return "avxvnni";
 #elif defined(DW_AVX2)
     return "avx2";
 #else

@@ -25,6 +25,9 @@ constexpr int kMaxGroup = 256;  // activations that share a scale
 #if defined(DW_AVX512)
 typedef int8_t act_t;
 constexpr int kRowBlock = 6;
+#elif defined(DW_AVXVNNI)
+typedef int8_t act_t;
+constexpr int kRowBlock = 4;
 #elif defined(DW_AVX2)
 typedef int16_t act_t;          // vpmaddwd takes 16-bit factors
 constexpr int kRowBlock = 4;
@@ -103,7 +106,7 @@ static void quantise_row(const float* source, const Quantised& q, int row) {
         for (int i = 0; i < size; i += 16) {
             const F16 r = round(F16::load(x + i) * inverse);
             total = total + r;
-#if defined(DW_AVX512)
+#if defined(DW_AVX512) || defined(DW_AVXVNNI)
             store_i8(r, out + i);
 #else
             store_i16(r, out + i);
@@ -152,6 +155,47 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
         DW_UNROLL for (int t = 0; t < 4; ++t) {
             float* p = acc + r * kTile + 16 * t;
             _mm512_storeu_ps(p, _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[r][t]), s, _mm512_loadu_ps(p)));
+        }
+    }
+}
+
+#elif defined(DW_AVXVNNI)
+
+DW_INLINE void dot4(__m256i& c, __m256i w, __m256i x) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(c) : "x"(w), "x"(x));
+}
+
+template <int MR>
+static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx,
+                         const int32_t* fix, const float* scale, size_t ldg, float* acc,
+                         size_t ahead) {
+    constexpr int T = MR > 2 ? 2 : 4;  // registers of eight channels: what sixteen can hold
+    for (int sub = 0; sub < kTile; sub += 8 * T) {
+        __m256i c[MR][T];
+        DW_UNROLL for (int r = 0; r < MR; ++r)
+            DW_UNROLL for (int t = 0; t < T; ++t) c[r][t] = _mm256_set1_epi32(fix[r * ldg]);
+        for (int k = 0; k < quads; ++k) {
+            const uint8_t* p = w + 256 * k + 4 * sub;
+            if (ahead)
+                for (int i = 0; i < 32 * T; i += 64) __builtin_prefetch(p + ahead + i);
+            __m256i a[MR];
+            DW_UNROLL for (int r = 0; r < MR; ++r) {
+                int32_t four;
+                std::memcpy(&four, x + r * ldx + 4 * k, 4);
+                a[r] = _mm256_set1_epi32(four);
+            }
+            DW_UNROLL for (int t = 0; t < T; ++t) {
+                const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * t));
+                DW_UNROLL for (int r = 0; r < MR; ++r) dot4(c[r][t], b, a[r]);
+            }
+        }
+        DW_UNROLL for (int r = 0; r < MR; ++r) {
+            const __m256 s = _mm256_set1_ps(scale[r * ldg]);
+            DW_UNROLL for (int t = 0; t < T; ++t) {
+                float* p = acc + r * kTile + sub + 8 * t;
+                _mm256_storeu_ps(p, _mm256_fmadd_ps(_mm256_cvtepi32_ps(c[r][t]), s,
+                                                    _mm256_loadu_ps(p)));
+            }
         }
     }
 }

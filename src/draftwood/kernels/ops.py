@@ -43,7 +43,7 @@ def available() -> bool:
 
 
 def instruction_set() -> str:
-    """Which code runs: "avx512vnni", "avx2" or "portable"."""
+    """Which code runs: "avx512vnni", "avxvnni", "avx2" or "portable"."""
     return bytes(library().dw_isa()).decode()
 
 

@@ -19,6 +19,9 @@
 #define DW_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__)
 #define DW_AVX2 1
+#if defined(__AVXVNNI__)
+#define DW_AVXVNNI 1
+#endif
 #endif
 
 namespace dw {
@@ -131,6 +134,12 @@ DW_INLINE F16 zero_below(F16 y, F16 x, float limit) {
 DW_INLINE bool any_greater(F16 x, F16 y) {
     return (_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)) |
             _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))) != 0;
+}
+DW_INLINE void store_i8(F16 x, int8_t* p) {
+    const __m256i w = _mm256_permute4x64_epi64(
+        _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 DW_INLINE void store_i16(F16 x, int16_t* p) {
     const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));

@@ -90,7 +90,7 @@ class Member {
     }
 
     // Into how many pieces to cut `count` things of equal size: enough to even out the threads.
-    int pieces(int count) const { return std::min(count, threads == 1 ? 1 : 8 * threads); }
+    int pieces(int count) const { return std::min(count, threads == 1 ? 1 : 4 * threads); }
 
   private:
     Stage* stages_;
