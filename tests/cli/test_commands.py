@@ -39,6 +39,14 @@ def test_every_help_shows_an_example(call: Call, path: tuple[str, ...]) -> None:
     assert " ".join(["draftwood", *path]) in answer.out
 
 
+@pytest.mark.parametrize("path", [(), ("bench",)])
+def test_nothing_to_do_shows_the_help(call: Call, path: tuple[str, ...]) -> None:
+    """It printed "error: " and nothing behind it."""
+    answer = call(*path)
+    assert (answer.code, answer.err) == (0, "")
+    assert "Commands" in answer.out
+
+
 def test_version(call: Call) -> None:
     answer = call("--version")
     assert (answer.code, answer.out.split()[0]) == (0, "draftwood")

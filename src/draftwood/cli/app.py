@@ -73,6 +73,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         message = _usage_message(error)
         if message is None:
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message, end="")  # the help, unless it was shown already
+            return 0
         return _mistake(message)
     return _interrupted() if code == INTERRUPTED else int(code or 0)
 

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import typer
 
+from draftwood.cache import cache_dir, human_bytes
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
 from draftwood.cli.pull import packaged_models
 from draftwood.cli.running import interruptible
-from draftwood.models.cache import cache_dir, human_bytes
 
 State = Literal["ok", "info", "missing"]
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from draftwood.cache import cache_dir, human_bytes
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
 from draftwood.cli.running import interruptible
-from draftwood.models.cache import cache_dir, human_bytes
 from draftwood.models.packaged import PACKAGED, PackagedModel
 from draftwood.models.progress import Progress, shown_progress
 from draftwood.models.sources import CONVERTER_VERSION, ModelFiles, resolve
