@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwood.models import cache
+from draftwood import cache
 from draftwood.models.progress import LineProgress, shown_progress
 
 pytestmark = pytest.mark.usefixtures("root")

@@ -15,8 +15,9 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftwood import cache
 from draftwood.errors import CapacityError
-from draftwood.models import cache, gguf_convert
+from draftwood.models import gguf_convert
 from draftwood.models.gguf_convert import convert, iter_tensors, load_config
 from draftwood.models.sources import resolve
 from tests.tiny_gguf import HEADS, HIDDEN, TOKENS, Packed, write_gguf

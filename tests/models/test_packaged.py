@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from draftwood import cache
 from draftwood.errors import CapacityError, ConfigError, DownloadError
-from draftwood.models import cache, packaged, wheels
+from draftwood.models import packaged, wheels
 from draftwood.models.packaged import PACKAGED, PackagedModel, pull
 from tests.tiny_package import PARTS, WHOLE, FullDisk, files_in, write_wheel
 

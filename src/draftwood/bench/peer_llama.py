@@ -35,8 +35,8 @@ import torch
 
 from draftwood.bench.peers import LLAMA, Absence, Peer
 from draftwood.bench.records import Run
+from draftwood.cache import human_bytes
 from draftwood.errors import CapacityError, ConfigError, ModelError
-from draftwood.models.cache import human_bytes
 from draftwood.models.memory import available_bytes
 from draftwood.sampling import SamplingParams
 from draftwood.text import Tokenizer

@@ -17,8 +17,8 @@ import torch
 
 from draftwood.bench.peers import Absence, Peer, short
 from draftwood.bench.records import Run
+from draftwood.cache import human_bytes
 from draftwood.errors import CapacityError, ModelError
-from draftwood.models.cache import human_bytes
 from draftwood.models.memory import available_bytes
 from draftwood.sampling import SamplingParams
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftwood.bench.contenders import TRANSFORMERS, TransformersContender
 from draftwood.bench.peers import Absence, Peer, short
 from draftwood.bench.records import Run
+from draftwood.cache import human_bytes
 from draftwood.errors import CapacityError, DraftwoodError, ModelError
-from draftwood.models.cache import human_bytes
 from draftwood.models.memory import available_bytes
 from draftwood.models.sources import ModelFiles, resolve
 from draftwood.sampling import SamplingParams

@@ -13,9 +13,10 @@ from draftwood.cache import cache_dir, human_bytes
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
 from draftwood.cli.running import interruptible
+from draftwood.models.formats import CONVERTER_VERSION
 from draftwood.models.packaged import PACKAGED, PackagedModel
 from draftwood.models.progress import Progress, shown_progress
-from draftwood.models.sources import CONVERTER_VERSION, ModelFiles, resolve
+from draftwood.models.sources import ModelFiles, resolve
 
 Name = Annotated[
     str | None,

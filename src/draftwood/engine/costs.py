@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from draftwood.attention import Work, pack
+from draftwood.cache import cache_dir
 from draftwood.kv import BlockPool, Lease
 from draftwood.models.base import Model
-from draftwood.models.cache import cache_dir
 from draftwood.tree.shape import CostTable
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)

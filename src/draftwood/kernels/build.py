@@ -23,7 +23,7 @@ from threading import Lock
 
 import torch
 
-from draftwood.models.cache import cache_dir
+from draftwood.cache import cache_dir
 
 _SOURCES = Path(__file__).parent
 _ABI = 1

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf.quants import dequantize
 
+from draftwood import cache
 from draftwood.errors import ModelError
-from draftwood.models import cache
 from draftwood.models.gguf_file import GgufFile
 from draftwood.models.gguf_model import (
     Parameter,

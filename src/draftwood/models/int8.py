@@ -28,9 +28,10 @@ from draftwood.kernels.decoder import (
 from draftwood.kernels.ops import PackedInt8
 from draftwood.kv import KVSpec, Plane
 from draftwood.models.base import ModelSpec
+from draftwood.models.formats import INT8_VERSION
 from draftwood.models.hf import checked_length
 from draftwood.models.int8_convert import FILE_NAME, count_parameters
-from draftwood.models.sources import INT8_VERSION, ModelFiles
+from draftwood.models.sources import ModelFiles
 
 
 class Int8Model:

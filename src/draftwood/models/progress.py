@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from draftwood.models.cache import human_bytes
+from draftwood.cache import human_bytes
 
 
 class Progress(Protocol):

@@ -17,17 +17,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from draftwood import cache
 from draftwood.errors import ConfigError, ModelError
-from draftwood.models import cache
+from draftwood.models.formats import CONVERTER_VERSION, INT8_VERSION
 from draftwood.models.packaged import PACKAGED, pull
 from draftwood.models.progress import Progress, silent
 
 Kind: TypeAlias = Literal["packaged", "folder", "gguf", "hub"]
 Form: TypeAlias = Literal["float32", "int8"]
-
-# Raise it when the folder made from a GGUF file changes: folders in the cache are then made anew.
-CONVERTER_VERSION = 1
-INT8_VERSION = 2  # the same for the file of 8-bit weights
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
