@@ -95,6 +95,7 @@ def main() -> None:
         return
     folder = Handler.folder
     (folder / f"{os.getpid()}.started").write_text(json.dumps(sys.argv[1:]))
+    (folder / "policy").write_text(os.environ.get("OMP_WAIT_POLICY", ""))
     if (folder / "dies").exists():
         print("cannot read the model", file=sys.stderr)
         sys.exit(1)

@@ -165,7 +165,9 @@ def test_everybody_gets_the_same_tokens_greedily(
 
 
 def test_servers_get_our_threads_and_what_their_help_offers(call: Call, fake: Fake) -> None:
-    call(*fake.options, *FAST, "--llama-ways", "draft-8-0.75", "--threads", "1")
+    options = ("--threads", "1", "--llama-env", "OMP_WAIT_POLICY=passive")
+    call(*fake.options, *FAST, "--llama-ways", "draft-8-0.75", *options)
+    assert (fake.folder / "policy").read_text() == "passive"
     [arguments] = fake.arguments()
     text = " ".join(arguments)
     for part in ("--threads 1", "--threads-batch 1", "--parallel 1", "--cache-ram 0"):
@@ -358,6 +360,7 @@ def test_openvino_takes_part_where_it_is_installed(
     [
         (["--llama-server", "/nowhere/llama-server"], "is no program"),
         (["--llama-server", "sh", "--gguf", "/nowhere.gguf"], "does not exist"),
+        (["--llama-server", "sh", "--gguf", __file__, "--llama-env", "A"], "NAME=VALUE"),
         (["--drafters", "oracle"], "bench compare"),
         (["--drafters", "model"], "--draft"),
         (["--transformers-dtype", "int3"], "transformers-dtype"),

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from draftwood.bench.records import Writer
     from draftwood.llm import LLM
 
+_Threads = Annotated[
+    int | None, typer.Option(help="CPU threads of each.", show_default="one for each core")
+]
 _Ways = Annotated[
     str | None,
     typer.Option(
@@ -36,6 +39,7 @@ class _Others:
     draft_gguf: Path | None
     llama_server: str | None
     llama_ways: str | None
+    llama_env: Sequence[str]
     transformers: bool
     transformers_limit: int | None
     transformers_dtype: str
@@ -65,6 +69,9 @@ def peers(
         str | None, typer.Option(help="The program.", show_default="that on PATH")
     ] = None,
     llama_ways: _Ways = None,
+    llama_env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for its servers; can be repeated.")
+    ] = None,
     transformers: Annotated[bool, typer.Option(help="transformers takes part.")] = True,
     transformers_limit: Annotated[
         int | None,
@@ -84,9 +91,7 @@ def peers(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.", min=1)] = 128,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of all.", show_default="one for each core")
-    ] = None,
+    threads: _Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -105,6 +110,7 @@ def peers(
         draft_gguf=draft_gguf or (_gguf_of(draft) if draft else None),
         llama_server=llama_server,
         llama_ways=llama_ways,
+        llama_env=llama_env or (),
         transformers=transformers,
         transformers_limit=transformers_limit,
         transformers_dtype=transformers_dtype,
@@ -204,8 +210,17 @@ def _llama(others: _Others, llm: LLM, context: int, stack: ExitStack) -> Iterato
         context=context,
         threads=torch.get_num_threads(),
         device=llm.model.spec.device,
+        environment=_environment(others.llama_env),
     )
     yield from peer_llama.llama_peers(settings, llm.tokenizer, stack)
+
+
+def _environment(assignments: Sequence[str]) -> dict[str, str]:
+    pairs = [assignment.partition("=") for assignment in assignments]
+    for name, sign, _ in pairs:
+        if not name or not sign:
+            raise ConfigError(f"llama-env is {name!r}: give NAME=VALUE")
+    return {name: value for name, _, value in pairs}
 
 
 def _openvino(others: _Others) -> Iterator[Peer | Absence]:

@@ -3,6 +3,9 @@
 Every server holds its own copy of the weights and idles while others run: its threads sleep, so it
 takes memory but no time. What this version can do is read from its `--help`.
 
+Its threads wait for each other busily. Beside other work that makes it slower by a factor of ten;
+OMP_WAIT_POLICY=passive in its environment then helps, and costs a little on a quiet machine.
+
 Ways are named in the terms of its own options:
 
     plain                 no speculation
@@ -23,9 +26,9 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from types import FrameType
@@ -80,6 +83,7 @@ class LlamaSettings:
         context: tokens that prompt and text take at most.
         threads: of the CPU.
         device: ours; on a CPU its layers stay there too.
+        environment: variables for its servers.
     """
 
     program: Path
@@ -89,6 +93,7 @@ class LlamaSettings:
     context: int
     threads: int
     device: torch.device
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_server(chosen: str | None) -> Path | None:
@@ -180,7 +185,8 @@ def llama_peers(
         try:
             way = make_way(way_name, offered, settings.draft)
             _check_memory(settings, way)
-            server = stack.enter_context(LlamaServer(_command(settings, way, offered)))
+            command = _command(settings, way, offered)
+            server = stack.enter_context(LlamaServer(command, settings.environment))
             _check_tokens(server, tokenizer)
         except (ConfigError, ModelError, CapacityError) as error:
             yield Absence(name, str(error))
@@ -190,6 +196,7 @@ def llama_peers(
             "weights": settings.weights.name,
             "options": [_without_folder(word) for word in way.options],
             "threads": settings.threads,
+            "environment": dict(settings.environment),
         }
         yield Peer(contender=LlamaContender(name, server), system=LLAMA, outside=True, facts=facts)
 
@@ -258,12 +265,14 @@ class LlamaServer:
 
     Args:
         command: program and options; host and port are added.
+        environment: variables beside ours.
 
     Raises:
         ModelError: entering: it ends or does not become ready; later: it does not answer.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._environment = {**os.environ, **environment}
         self._port = _free_port()
         self._command = [*command, "--host", _HOST, "--port", str(self._port)]
         self._process: subprocess.Popen[bytes] | None = None
@@ -279,6 +288,7 @@ class LlamaServer:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environment,
             )
             self._wait_until_ready()
         except OSError as error:
