@@ -171,11 +171,13 @@ class LLM:
     def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
         if params.n > 1:
             raise ConfigError(f"n is {params.n}: a stream has one output; use generate")
-        seq = self.engine.add(prompt_ids, params)
-        return self._deltas(seq)
+        # Checked now, queued when the first piece is asked for: a stream that is never read must
+        # not leave a request behind.
+        return self._deltas(self.engine.make(prompt_ids, params))
 
     def _deltas(self, seq: EngineSequence) -> Iterator[Delta]:
         num_chars = num_tokens = 0
+        self.engine.submit(seq)
         try:
             while not seq.finished:
                 self.engine.step()

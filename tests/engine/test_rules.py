@@ -153,8 +153,9 @@ def test_logprobs_are_teacher_forced_ones(speculation: bool) -> None:
     )
     output = llm.generate(PROMPT, params)[0]
     ids = [*PROMPT, *output.token_ids]
+    module = tiny.reference("llama")  # made outside: it is kept, and others may want gradients
     with torch.inference_mode():
-        logits = tiny.reference("llama")(input_ids=torch.tensor([ids])).logits[0]
+        logits = module(input_ids=torch.tensor([ids])).logits[0]
     expected = torch.log_softmax(logits, -1)
     assert output.logprobs is not None
     assert output.prompt_logprobs is not None

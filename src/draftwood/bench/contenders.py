@@ -71,6 +71,7 @@ class EngineContender:
         return {
             "cost_rows": cost.near.rows if cost else None,
             "cost_s": cost.near.seconds if cost else None,
+            "pace": cost.pace if cost else None,
             "trust": controller.trust,
             "tree_sizes": dict(sorted(controller.sizes.items())),
             "num_drafter_failures": self.engine.drafter.num_failures,

@@ -13,8 +13,12 @@ from draftwood.bench.peers import OURS
 
 _BUSY = 0.1
 _COLUMNS = (
-    *("prompts", "whole", "decode", "x plain", "whole x", "x llama", "whole x"),
-    *("came true", "same text"),
+    *("n", "whole", "decode", "x plain", "whole x", "x llama", "whole x"),
+    *("true", "same"),
+)
+_LEGEND = (
+    "n: prompts. whole: the prompt included. true: drafted tokens that came true. same: texts that "
+    "are those of its own system's plain decoding."
 )
 
 
@@ -66,6 +70,7 @@ def _by_kind(contenders: dict[str, Any], best: str) -> Table:
 
 
 def _notes(summary: dict[str, Any]) -> Iterable[str]:
+    yield _LEGEND
     if summary["best_llama"] is not None:
         yield f"The best of llama.cpp is {summary['best_llama']!r}."
     for one in summary["absent"]:

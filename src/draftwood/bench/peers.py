@@ -23,7 +23,7 @@ from draftwood.bench.data import BenchPrompt
 from draftwood.bench.difference import Difference, explain
 from draftwood.bench.fingerprint import Neighbours
 from draftwood.bench.records import Run, RunRecord
-from draftwood.bench.summary import decode_speed, ratios, summarise, total_speed
+from draftwood.bench.summary import cpu_speed, decode_speed, ratios, summarise, total_speed
 from draftwood.errors import DraftwoodError
 from draftwood.llm import LLM
 from draftwood.sampling import SamplingParams
@@ -257,6 +257,7 @@ class PeerRun:
             one["to_llama"] = {
                 "decode": ratios(own, base, decode_speed),
                 "total": ratios(own, base, total_speed),
+                "cpu": ratios(own, base, cpu_speed),
             }
         for peer in self.peers:
             if peer.name in contenders:

@@ -13,6 +13,10 @@ from draftwood.bench.cost import CostPoint
 
 _WIDTH = 118
 _BUSY = 0.1
+_LEGEND = (
+    "Ratios are taken per prompt and averaged by kind (x plain, x transformers: decoding; whole: the "
+    "prompt included). median and worst: of x plain, over prompts."
+)
 
 
 def console() -> Console:
@@ -25,19 +29,25 @@ def comparison_tables(summary: dict[str, Any]) -> RenderableType:
     """The tables of a `summary` line."""
     contenders: dict[str, Any] = summary["contenders"]
     parts: list[RenderableType] = [
-        _speeds(contenders),
-        _by_kind(contenders),
-        _rounds(contenders),
+        titled("Speed: tokens/s (median), and how many times the baseline's", _speeds(contenders)),
+        Text(_LEGEND),
+        titled("Decoding speed over plain, by kind", _by_kind(contenders)),
+        titled(
+            "Rounds: tokens gained, nodes drafted, and where the time goes", _rounds(contenders)
+        ),
     ]
     parts.extend(Text(line) for line in _acceptance(contenders))
     parts.extend(Text(line) for line in _notes(summary))
     return Group(*parts)
 
 
+def titled(title: str, table: Table) -> Group:
+    """A table under its title, which a narrow table does not break into lines."""
+    return Group(Text(f"\n{title}", style="bold"), table)
+
+
 def _speeds(contenders: dict[str, Any]) -> Table:
-    table = Table(
-        title="Speed: tokens/s (median), and how many times the baseline's (mean of kinds)"
-    )
+    table = Table()
     table.add_column("", no_wrap=True)
     for column in ("whole", "decode", "x plain", "median", "worst", "x transformers", "whole x"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -57,7 +67,7 @@ def _speeds(contenders: dict[str, Any]) -> Table:
 
 
 def _rounds(contenders: dict[str, Any]) -> Table:
-    table = Table(title="Rounds: tokens gained, nodes drafted, and where the time goes")
+    table = Table()
     table.add_column("", no_wrap=True)
     for column in ("tokens", "nodes", "ms", "draft", "target", "verify", "commit"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -75,7 +85,7 @@ def _rounds(contenders: dict[str, Any]) -> Table:
 
 
 def _by_kind(contenders: dict[str, Any]) -> Table:
-    table = Table(title="Decoding speed over plain, by kind")
+    table = Table()
     table.add_column("kind")
     speeds = {name: one["to_plain"]["decode"] for name, one in contenders.items()}
     for name in speeds:
@@ -141,9 +151,9 @@ def quality_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def cost_table(points: Sequence[CostPoint]) -> Table:
+def cost_table(points: Sequence[CostPoint]) -> RenderableType:
     """Verify cost by rows and context: milliseconds, and plain steps it amounts to."""
-    table = Table(title="Milliseconds to verify n rows (in plain steps)")
+    table = Table()
     table.add_column("rows", justify="right")
     by_place = {(point.context, point.rows): point for point in points}
     contexts = list(dict.fromkeys(point.context for point in points))
@@ -152,7 +162,7 @@ def cost_table(points: Sequence[CostPoint]) -> Table:
     for rows in dict.fromkeys(point.rows for point in points):
         cells = [by_place.get((context, rows)) for context in contexts]
         table.add_row(str(rows), *(_cost(cell) for cell in cells))
-    return table
+    return titled("Milliseconds to verify n rows (in plain steps)", table)
 
 
 def _cost(point: CostPoint | None) -> str:

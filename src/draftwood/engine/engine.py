@@ -85,7 +85,21 @@ class Engine:
         request_id: str | None = None,
         parent: Sequence | None = None,
     ) -> Sequence:
-        """Queues a request; `parent` is one with the same prompt, whose KV it then shares.
+        """Queues a request; see `make`."""
+        seq = self.make(prompt_ids, params, request_id, parent)
+        self.submit(seq)
+        return seq
+
+    def make(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        parent: Sequence | None = None,
+    ) -> Sequence:
+        """A request that is checked and not queued yet.
+
+        `parent` is a request with the same prompt, whose KV it then shares.
 
         Raises:
             PromptError: the prompt is empty, holds ids the model does not know, or leaves no room.
@@ -96,9 +110,11 @@ class Engine:
         request_id = request_id or f"request-{self._num_requests}"
         if self._scheduler.knows(request_id):
             raise ConfigError(f"request id {request_id!r} is in use: choose another")
-        seq = self._admission.make(prompt_ids, params, request_id, parent)
+        return self._admission.make(prompt_ids, params, request_id, parent)
+
+    def submit(self, seq: Sequence) -> None:
+        """Queues what `make` made."""
         self._scheduler.add(seq)
-        return seq
 
     def abort(self, seq: Sequence) -> None:
         """Ends a request now; what it generated stays readable and its memory is freed."""
