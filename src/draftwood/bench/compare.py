@@ -27,7 +27,7 @@ from draftwood.llm import LLM
 from draftwood.models.sources import resolve
 from draftwood.sampling import SamplingParams
 
-_WARM_UP = "The"
+_WARM_UP = "the"
 _WARM_UP_TOKENS = 8
 
 Answers = dict[tuple[int, ...], list[int]]

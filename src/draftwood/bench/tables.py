@@ -14,8 +14,8 @@ from draftwood.bench.cost import CostPoint
 _WIDTH = 118
 _BUSY = 0.1
 _LEGEND = (
-    "Ratios are taken per prompt and averaged by kind (x plain, x transformers: decoding; whole: the "
-    "prompt included). median and worst: of x plain, over prompts."
+    "Ratios are taken per prompt and averaged by kind (x plain, x transformers: decoding; whole: "
+    "the prompt included). median and worst: of x plain, over prompts."
 )
 
 
