@@ -271,6 +271,28 @@ def test_a_request_may_cap_its_trees() -> None:
     assert list(most.values()) == [0, 1, 3, 8]
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("drafter", ["none", "bushy", "auto", "model", "self"])
+def test_outputs_that_share_a_prompt_are_those_of_their_seeds(
+    drafter: str, block_size: int
+) -> None:
+    """`n` outputs write behind one prompt: the block where it ends must become each one's own.
+
+    Also when there is too little memory for all of them at once.
+    """
+    params = PARAMS["warm"].but(n=4)
+    prompt = PROMPTS[3]
+    wanted = [plain(prompt, PARAMS["warm"].but(seed=1 + i)) for i in range(4)]
+    assert len({tuple(text) for text in wanted}) == 4
+    for num_blocks in (400, -(-(17 + NUM_TOKENS) // block_size) + 1):
+        llm = build(drafter, params, block_size=block_size, num_blocks=num_blocks)
+        for _ in range(2):
+            [output] = llm.outputs([prompt], params)
+            assert [list(o.token_ids) for o in (output, *output.alternatives)] == wanted
+        llm.engine.prefix.clear()
+        assert llm.pool.num_free == llm.pool.num_blocks
+
+
 # --- random combinations ---------------------------------------------------------------------
 
 
