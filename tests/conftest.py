@@ -56,6 +56,17 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_cost_tables_in_the_users_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Generator[None, None, None]:
+    """Cost tables of tiny models are nobody's business outside the tests."""
+    folder = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftwood.engine.costs.cache_dir", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def real_files() -> ModelFiles:
     """SmolLM2-135M-Instruct as a folder in the user's cache; fetched when it is not there."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -309,8 +309,9 @@ def test_a_full_pool_and_an_absurd_one_say_so() -> None:
 def test_settings_out_of_range_are_refused() -> None:
     """Each limit by its name."""
     for name in ("max_num_seqs", "max_batch_tokens", "block_size", "kv_memory"):
+        zero: dict[str, Any] = {name: 0}
         with pytest.raises(ConfigError, match=f"{name} is 0"):
-            EngineConfig(**{name: 0})
+            EngineConfig(**zero)
     with pytest.raises(ConfigError, match="max_tree_nodes is -1"):
         EngineConfig(max_tree_nodes=-1)
 
@@ -332,7 +333,7 @@ class Rows:
 def test_decoding_does_not_starve_behind_a_long_prompt() -> None:
     """A request that decodes gets a token every round while a long prompt is computed in chunks."""
     llm = toy_llm(max_batch_tokens=6)
-    first = llm.engine.add(*[toy_prompts(4)[0]], GREEDY.but(max_tokens=12))
+    first = llm.engine.add(toy_prompts(4)[0], GREEDY.but(max_tokens=12))
     llm.engine.step()
     late = llm.engine.add(toy_prompts(100)[0], GREEDY)
     while not first.finished:
@@ -724,6 +725,14 @@ commands = st.lists(
 )
 
 
+# Once, a sequence that was put back in the very round that planned for it took a block along.
+PUT_BACK = [
+    *[("add", 36, 20), ("add", 6, 14), ("step", 1, 0), ("clear", 0, 0), ("add", 9, 5)],
+    *[("step", 3, 0), ("clear", 0, 0), ("step", 10, 0), ("abort", 0, 0), ("abort", 1, 0)],
+]
+
+
+@example(commands=PUT_BACK, block_size=5, num_seqs=4, chunk=18, nodes=5)
 @given(
     commands=commands,
     block_size=st.integers(1, 7),

@@ -322,7 +322,8 @@ def test_the_joint_law_is_exact_by_enumeration(monkeypatch: pytest.MonkeyPatch) 
         "misleading": ScriptedDrafter(misleading),
         "bushy": bushy_drafter(3),
     }
-    for name, drafter in {"none": "none", **drafters}.items():
+    everyone: dict[str, Any] = {"none": "none", **drafters}
+    for name, drafter in everyone.items():
         llm = tiny_llm(model, drafter=drafter, tokenizer=LetterTokenizer(3), max_num_seqs=64)
         every = [params.but(seed=seed) for seed in range(6**3)]
         counts = Counter(tuple(ids) for ids in llm.run([prompt] * len(every), every))

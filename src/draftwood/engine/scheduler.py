@@ -100,6 +100,8 @@ class Scheduler:
         by_id = {seq.request_id: tree for seq, tree in zip(decoding, trees, strict=True)}
         jobs = []
         for seq in list(self._running):
+            if seq not in self._running:  # put back for an earlier one's sake: it takes no memory
+                continue
             if seq.request_id in by_id:
                 job = self._decode_job(seq, by_id[seq.request_id])
             elif seq.request_id in prefills:

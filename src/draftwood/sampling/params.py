@@ -88,7 +88,7 @@ class SamplingParams:
             self.max_tokens is None or self.max_tokens >= 1,
             "max_tokens",
             self.max_tokens,
-            "at least 1 (leave it out for as many as the context holds)",
+            "at least 1, or None for as many as the context holds",
         )
         limit = self.max_tokens
         _require(
