@@ -121,8 +121,10 @@ def make_module(
     config_class, arguments = ARCHITECTURES[arch]
     config = config_class(vocab_size=vocab_size, **{**arguments, **changes})
     torch.manual_seed(seed)
-    module = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _liven(module, seed + _NOISE.get(arch, 1), calm)
+    # The module may be kept for other tests, which may want gradients: no inference tensors.
+    with torch.inference_mode(mode=False):
+        module = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        _liven(module, seed + _NOISE.get(arch, 1), calm)
     return module
 
 
