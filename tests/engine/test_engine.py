@@ -777,3 +777,15 @@ def _toy_text(tokens: tuple[int, ...], num_prompt: int) -> tuple[int, ...]:
         logits = LAW(text)
         text = (*text, max(range(8), key=lambda i: logits[i]))
     return text[num_prompt:]
+
+
+def test_a_pool_held_by_another_engine_is_an_error_and_not_a_hang() -> None:
+    """The only running sequence once gave way to itself for ever: no token and no error."""
+    llm = toy_llm()
+    held = [llm.pool.take() for _ in range(llm.pool.num_free)]
+    [prompt] = toy_prompts(9)
+    with pytest.raises(CapacityError, match="KV pool is full"):
+        llm.generate(prompt, GREEDY)
+    llm.pool.release(held)
+    assert_all_free(llm)
+    assert llm.generate(prompt, GREEDY)[0].finish_reason == "length"

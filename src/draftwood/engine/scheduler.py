@@ -176,6 +176,8 @@ class Scheduler:
             try:
                 seq.lease.reserve(num_slots)
             except CapacityError:
+                if len(self._running) == 1:
+                    raise  # nobody is left to give way: others outside this engine hold the pool
                 self._preempt(self._running[-1])
             else:
                 return True
