@@ -17,6 +17,11 @@ after "error: " and exits with 2; nothing else is ever shown for a user's mistak
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, or its type: our messages have one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class DraftwoodError(Exception):
     """Base of all errors that are a user's to mend."""
 

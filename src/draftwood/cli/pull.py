@@ -13,10 +13,9 @@ from draftwood.cache import cache_dir, human_bytes
 from draftwood.cli import options as opt
 from draftwood.cli.loading import quiet
 from draftwood.cli.running import interruptible
-from draftwood.models.formats import CONVERTER_VERSION
 from draftwood.models.packaged import PACKAGED, PackagedModel
 from draftwood.models.progress import Progress, shown_progress
-from draftwood.models.sources import ModelFiles, resolve
+from draftwood.models.sources import ModelFiles, converted_folder, resolve
 
 Name = Annotated[
     str | None,
@@ -63,8 +62,7 @@ class CachedModel:
     @property
     def is_ready(self) -> bool:
         """Whether it loads without a download."""
-        name = f"{self.model.alias}-{self.model.sha256[:16]}-v{CONVERTER_VERSION}"
-        return any((cache_dir() / "models").glob(f"{name}*"))
+        return converted_folder(self.model.alias) is not None
 
     @property
     def state(self) -> str:

@@ -43,9 +43,9 @@ class AutoDrafter(Drafter):
 
     def observe(self, seqs: Sequence[DraftContext], outcomes: Sequence[Outcome]) -> None:
         """Feeds both sources."""
-        self._suffix.observe(seqs, outcomes)
         for seq, outcome in zip(seqs, outcomes, strict=True):
             self.calibrator.observe(outcome.tree, outcome.verdict)
+            self._suffix.extend(seq, outcome.tokens)
             learn_outcome(self.table, seq, outcome)
 
     def stop(self, seq: DraftContext) -> None:

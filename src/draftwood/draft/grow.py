@@ -101,20 +101,21 @@ def grow(
     # Heap of (-score, order, parent, guess, the guessers' states at the parent).
     heap: list[tuple[float, int, int, Guess, list[Any]]] = []
     node, states = 0, [state for _, state in guessers]
-    while True:
+    while len(builder) <= budget:
         for guess, probability in _best_guesses(guessers, states, calibrator):
             score = builder.scores[node] * probability
             if score >= min_score:
                 order += 1
                 heapq.heappush(heap, (-score, order, node, guess, states))
-        if not heap or len(builder) > budget:
-            return builder.build()
+        if not heap:
+            break
         negative, _, parent, guess, parent_states = heapq.heappop(heap)
         node = builder.add(parent, guess.token, -negative, guess.label)
         states = [
             None if state is None else guesser.advance(state, guess.token)
             for (guesser, _), state in zip(guessers, parent_states, strict=True)
         ]
+    return builder.build()
 
 
 def _best_guesses(

@@ -192,7 +192,11 @@ class SuffixDrafter(Drafter):
         """Indexes the new tokens and learns which kinds of match come true."""
         for seq, outcome in zip(seqs, outcomes, strict=True):
             self.calibrator.observe(outcome.tree, outcome.verdict)
-            self._automata[seq.request_id].extend(outcome.tokens)
+            self.extend(seq, outcome.tokens)
+
+    def extend(self, seq: DraftContext, tokens: Sequence[int]) -> None:
+        """Indexes what the sequence went on with."""
+        self._automata[seq.request_id].extend(tokens)
 
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence."""

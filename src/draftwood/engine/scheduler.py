@@ -61,16 +61,6 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self._waiting or self._running)
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold KV."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences in the queue."""
-        return len(self._waiting)
-
     def knows(self, request_id: str) -> bool:
         """Whether a waiting or running sequence has this id."""
         return any(seq.request_id == request_id for seq in (*self._running, *self._waiting))
@@ -108,7 +98,7 @@ class Scheduler:
                 job = self._prefill_job(seq, prefills[seq.request_id])
             else:
                 job = None
-            if job is not None and seq in self._running:
+            if job is not None:
                 jobs.append(job)
         # A later sequence may have been put back for an earlier one's sake.
         return [job for job in jobs if job.seq in self._running]

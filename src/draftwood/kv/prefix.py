@@ -49,8 +49,6 @@ class PrefixIndex:
         self._pool = pool
         self._salt = salt
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,8 +69,6 @@ class PrefixIndex:
         self._touch(keys)
         for entry in hits:
             self._pool.share(entry.block)
-        self.num_queried_tokens += len(tokens)
-        self.num_hit_tokens += len(hits) * self._pool.block_size
         drafted = next((i for i, entry in enumerate(hits) if not entry.has_draft), len(hits))
         return PrefixMatch(tuple(entry.block for entry in hits), drafted)
 

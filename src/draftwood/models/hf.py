@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.attention import AttentionRule, Batch, Work, pack, tree_attention
-from draftwood.errors import ConfigError, ModelError, UnsupportedModelError
+from draftwood.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from draftwood.kv import BlockPool, KVSpec, Lease, Plane
 from draftwood.models.base import ModelSpec
 from draftwood.models.packed_linear import pack_linears
@@ -224,7 +224,7 @@ class HFModel:
             in_chain = self._last_logits(pool, [([a], None), ([c, d], None)])
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             raise UnsupportedModelError(
-                f"{type(self._module).__name__} cannot be run on a token tree ({_line(error)})"
+                f"{type(self._module).__name__} cannot be run on a token tree ({first_line(error)})"
             ) from error
         for logits in (in_tree, in_chain):
             if not bool(((logits - reference).abs().max() / scale) < limit):
@@ -274,7 +274,7 @@ def load_hf(
         config = AutoConfig.from_pretrained(files.path)
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(
-            f"{files.name}: its config.json cannot be used ({_line(error)})"
+            f"{files.name}: its config.json cannot be used ({first_line(error)})"
         ) from error
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
@@ -290,7 +290,9 @@ def load_hf(
         )
         module = module.to(device)
     except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{files.name}: its weights cannot be used ({_line(error)})") from error
+        raise ModelError(
+            f"{files.name}: its weights cannot be used ({first_line(error)})"
+        ) from error
     return HFModel(
         module, name=files.name, fingerprint=files.fingerprint, max_model_len=max_model_len
     )
@@ -337,8 +339,3 @@ def checked_length(config: Any, limit: int | None) -> int:
     if limit is not None and limit > own:
         raise ConfigError(f"max_model_len is {limit}: the model's positions end at {own}")
     return int(limit or own)
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, so that a message stays one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
-from draftwood.errors import CapacityError, DownloadError, ModelError
+from draftwood.errors import CapacityError, DownloadError, ModelError, first_line
 from draftwood.models.progress import Progress
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -61,8 +61,7 @@ def _failure(name: str, unknown: str, error: Exception) -> Exception:
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         return DownloadError(f"{unknown}, and the hub could not be reached")
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return DownloadError(f"downloading {name} from the hub failed ({first_line}): try again")
+    return DownloadError(f"downloading {name} from the hub failed ({first_line(error)}): try again")
 
 
 def _reporting(progress: Progress, stage: str) -> type[tqdm]:

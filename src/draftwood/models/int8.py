@@ -30,7 +30,7 @@ from draftwood.kv import KVSpec, Plane
 from draftwood.models.base import ModelSpec
 from draftwood.models.formats import INT8_VERSION
 from draftwood.models.hf import checked_length
-from draftwood.models.int8_convert import FILE_NAME, count_parameters
+from draftwood.models.int8_convert import FILE_NAME, count_parameters, head_dim
 from draftwood.models.sources import ModelFiles
 
 
@@ -107,12 +107,11 @@ def load_int8(files: ModelFiles, *, max_model_len: int | None = None) -> Int8Mod
 
 
 def _shape(config: Any) -> DecoderShape:
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dim = head_dim(config)
     return DecoderShape(
         hidden=config.hidden_size,
         inter=config.intermediate_size,
-        heads=heads,
+        heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         dim=dim,
         eps=config.rms_norm_eps,

@@ -50,7 +50,7 @@ def why_not_int8(config: Any) -> str | None:
         return f"the 8-bit decoder has no {config.hidden_act} activation"
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return "the 8-bit decoder has no layers of different windows"
-    heads, dim = config.num_attention_heads, _head_dim(config)
+    heads, dim = config.num_attention_heads, head_dim(config)
     sizes = (dim % 16, config.hidden_size % 16, config.intermediate_size % 64)
     if any(sizes) or dim > 256 or heads % config.num_key_value_heads:
         return "the 8-bit decoder does not take its sizes"
@@ -59,7 +59,8 @@ def why_not_int8(config: Any) -> str | None:
     return None
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
+    """Width of one attention head."""
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -74,7 +75,7 @@ def count_parameters(config: Any) -> int:
     """Weights of a Llama-shaped decoder, tied ones counted once; 0 for any other shape."""
     if config.model_type not in _MODEL_TYPES:
         return 0
-    hidden, dim = config.hidden_size, _head_dim(config)
+    hidden, dim = config.hidden_size, head_dim(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
     tables = 1 if config.tie_word_embeddings else 2

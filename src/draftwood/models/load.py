@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def choose_form(name: str, placement: Placement, progress: Progress | None) -> C
         )
     if placement.quantization == "none":
         return Choice("float32", "as asked")
-    obstacle = _obstacle(placement, lambda: peek_config(name, progress=progress))
+    config = cache(lambda: peek_config(name, progress=progress))
+    obstacle = _obstacle(placement, config)
     if placement.quantization == "int8":
         if obstacle:
             raise ConfigError(f"quantization int8 cannot be had: {obstacle}")
@@ -63,7 +65,7 @@ def choose_form(name: str, placement: Placement, progress: Progress | None) -> C
         return Choice("float32", obstacle)
     from draftwood.models.int8_convert import count_parameters
 
-    count = count_parameters(peek_config(name, progress=progress))
+    count = count_parameters(config())
     if count < INT8_FROM_PARAMETERS:
         return Choice("float32", "small enough for float32")
     return Choice("int8", f"{count / 1e6:.0f} M parameters on a CPU")

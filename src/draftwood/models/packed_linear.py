@@ -1,9 +1,9 @@
 """float32 linear layers on CPU with weights laid out once for the matrix kernel.
 
-`F.linear` lays the weights out anew at every call when it gets 2 to 16 rows, which makes verifying
-4 tokens cost 4 plain steps. oneDNN's kernel takes weights that were laid out before: then 16 rows
-cost little more than one. PyTorch has it as the operator its own compiler uses when it freezes a
-model. Measured in docs/benchmarks.md.
+`F.linear` lays the weights out anew at every call when it gets a few rows, so that verifying a tree
+costs as much as decoding its nodes one by one. oneDNN's kernel takes weights that were laid out
+before: then 16 rows cost little more than one (docs/benchmarks.md). PyTorch has it as the operator
+its own compiler uses when it freezes a model.
 
 Its result for a row has the same bits for any number of rows from 2 on; a single row takes another
 path, so it is run as two.

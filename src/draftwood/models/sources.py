@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from draftwood import cache
-from draftwood.errors import ConfigError, ModelError
+from draftwood.errors import ConfigError, ModelError, first_line
 from draftwood.models.formats import CONVERTER_VERSION, INT8_VERSION
 from draftwood.models.packaged import PACKAGED, pull
 from draftwood.models.progress import Progress, silent
@@ -73,24 +73,37 @@ def peek_config(name: str, *, revision: str | None = None, progress: Progress | 
 
     Downloads what `resolve` would, and raises like it.
     """
-    from transformers import AutoConfig
-
     progress = progress or silent
     if name in PACKAGED:
-        from draftwood.models.gguf_convert import load_config
-
-        return load_config(pull(name, progress))
+        known = converted_folder(name)
+        return _folder_config(name, known) if known else _gguf_config(pull(name, progress))
     local = Path(os.path.expanduser(name)).absolute()
     if local.is_file() and local.suffix.lower() == ".gguf":
-        from draftwood.models.gguf_convert import load_config
+        return _gguf_config(local)
+    return _folder_config(name, resolve(name, revision=revision, progress=progress).path)
 
-        return load_config(local)
-    files = resolve(name, revision=revision, progress=progress)
+
+def converted_folder(alias: str) -> Path | None:
+    """A folder in the cache made of a packaged model, in whatever form; None if there is none."""
+    forms: tuple[Form, ...] = ("float32", "int8")
+    folders = (_converted_path(alias, PACKAGED[alias].sha256, form) for form in forms)
+    return next((folder for folder in folders if folder.exists()), None)
+
+
+def _gguf_config(path: Path) -> Any:
+    from draftwood.models.gguf_convert import load_config
+
+    return load_config(path)
+
+
+def _folder_config(name: str, folder: Path) -> Any:
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(files.path)
+        return AutoConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{name}: its config.json cannot be used ({line})") from error
+        message = f"{name}: its config.json cannot be used ({first_line(error)})"
+        raise ModelError(message) from error
 
 
 def _local(name: str, path: Path, progress: Progress, form: Form) -> ModelFiles:
@@ -140,8 +153,7 @@ def _converted(
     label: str, sha256: str, source: Callable[[], Path], progress: Progress, form: Form
 ) -> Path:
     """The folder in the cache made from the GGUF of `sha256`, which `source` brings if needed."""
-    suffix = "" if form == "float32" else f"-int8-v{INT8_VERSION}"
-    target = cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}{suffix}"
+    target = _converted_path(label, sha256, form)
     if target.exists():
         return target
 
@@ -153,6 +165,11 @@ def _converted(
         if not target.exists():
             _convert(gguf, target, label, progress, form)
     return target
+
+
+def _converted_path(label: str, sha256: str, form: Form) -> Path:
+    suffix = "" if form == "float32" else f"-int8-v{INT8_VERSION}"
+    return cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}{suffix}"
 
 
 def _convert(gguf: Path, target: Path, label: str, progress: Progress, form: Form) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftwood.errors import ModelError, PromptError
+from draftwood.errors import ModelError, PromptError, first_line
 
 
 class Tokenizer:
@@ -37,8 +37,9 @@ class Tokenizer:
         try:
             backend = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            line = (str(error).strip().splitlines() or ["unreadable"])[0]
-            raise ModelError(f"{path}: no usable tokenizer in this folder ({line})") from error
+            raise ModelError(
+                f"{path}: no usable tokenizer in this folder ({first_line(error)})"
+            ) from error
         return cls(backend, _eos_token_ids(path, backend))
 
     def __len__(self) -> int:
