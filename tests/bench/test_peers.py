@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from draftwood.bench import peer_llama, peer_openvino, peer_transformers
+from draftwood.bench import peer_llama, peer_llama_server, peer_openvino, peer_transformers
 from draftwood.bench.data import load_prompts
 from draftwood.bench.peer_llama import make_way
 from draftwood.bench.peers import LLAMA, OURS, Peer, PeerRun, best_of, make_tasks, our_peers
@@ -233,7 +233,7 @@ def test_servers_that_do_not_work_are_absent(
 def test_a_server_that_never_gets_ready_is_absent(
     call: Call, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_llama, "_LOAD_S", 0.5)
+    monkeypatch.setattr(peer_llama_server, "_LOAD_S", 0.5)
     fake.does("deaf")
     assert "not ready" in missing(call(*fake.options, *FAST, "--llama-ways", "plain"))[LLAMA]
     assert len(fake.pids) <= 1  # it may have been ended before it said that it started

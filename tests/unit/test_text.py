@@ -61,13 +61,14 @@ def test_what_is_safe_is_never_taken_back(text: str, stops: list[str]) -> None:
         first_end = ends[0][0]
         assert detokenizer.text == text[: min(p for e, p in ends if e == first_end)]
     else:
-        assert detokenizer.text + "" == text or not detokenizer.finish()
+        assert detokenizer.finish() is None
+        assert detokenizer.text == text
 
 
 @pytest.mark.parametrize("stop", ["END", "E", "D\n"])
 def test_stop_string_across_tokens(stop: str) -> None:
     detokenizer = Detokenizer(Bytes(), [], [stop])
-    assert feed(detokenizer, b"onEtwo END\nx"[2:] if stop == "E" else b"two END\nx") == stop
+    assert feed(detokenizer, b"two END\nx") == stop
     assert stop not in detokenizer.text
 
 

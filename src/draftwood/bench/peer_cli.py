@@ -100,7 +100,7 @@ def peers(
     All take turns at the same prompts, given as the same token ids, greedily. Shown are speeds, ratios to our plain decoding and to llama.cpp's best way, and whether each one's texts are those of its own plain decoding. None is needed: who is missing is named. Ctrl-C ends early and shows what was measured until then.
     """  # noqa: E501
     from draftwood.bench import cli
-    from draftwood.bench.peer_llama import ended_by_signals
+    from draftwood.bench.peer_llama_server import ended_by_signals
     from draftwood.bench.records import open_writer
 
     others = _Others(
