@@ -79,10 +79,10 @@ def by_operators(toy: Toy, ids: Tensor, positions: Tensor, layout: ops.Layout) -
     """The same forward, operator by operator."""
     shape, weights = SHAPE, toy.decoder.weights
     cos, sin = toy.rotary.at(positions)
-    x = ops.embedding_int8(ids, weights.embedding)
+    x = ops.quantised_embedding(ids, weights.embedding)
     q_width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
     for i, one in enumerate(weights.layers):
-        qkv = ops.linear_int8(ops.rms_norm(x, one.attention_norm, shape.eps), one.qkv)
+        qkv = ops.quantised_linear(ops.rms_norm(x, one.attention_norm, shape.eps), one.qkv)
         q, k, v = (
             part.unflatten(1, (-1, shape.dim)).contiguous()
             for part in qkv.split([q_width, kv_width, kv_width], 1)
@@ -96,10 +96,10 @@ def by_operators(toy: Toy, ids: Tensor, positions: Tensor, layout: ops.Layout) -
         seen = ops.attention(
             ops.rope_(q, cos, sin), toy.keys[i], toy.values[i], layout, shape.scale
         )
-        x += ops.linear_int8(seen.flatten(1), one.o)
-        gate_up = ops.linear_int8(ops.rms_norm(x, one.mlp_norm, shape.eps), one.gate_up)
-        x += ops.linear_int8(ops.silu_mul(gate_up), one.down)
-    return ops.linear_int8(ops.rms_norm(x, weights.norm, shape.eps), weights.head)
+        x += ops.quantised_linear(seen.flatten(1), one.o)
+        gate_up = ops.quantised_linear(ops.rms_norm(x, one.mlp_norm, shape.eps), one.gate_up)
+        x += ops.quantised_linear(ops.silu_mul(gate_up), one.down)
+    return ops.quantised_linear(ops.rms_norm(x, weights.norm, shape.eps), weights.head)
 
 
 def test_equals_the_operators(toy: Toy) -> None:
@@ -180,4 +180,4 @@ def test_hidden_states(toy: Toy) -> None:
     logits = toy.decoder.forward(
         ids, cos, sin, layout, toy.keys, toy.values, torch.tensor([4]), hidden
     )
-    assert torch.equal(ops.linear_int8(hidden[4:], toy.decoder.weights.head), logits)
+    assert torch.equal(ops.quantised_linear(hidden[4:], toy.decoder.weights.head), logits)

@@ -19,7 +19,7 @@ def results() -> list[Tensor]:
     keys, values, q = torch.randn(300, 2, 64), torch.randn(300, 2, 64), torch.randn(5, 6, 64)
     layout = ops.Layout([ops.Rows(5, 295, slice(0, 300))])
     return [
-        ops.linear_int8(x, pack_int8(weight)),
+        ops.quantised_linear(x, pack_int8(weight)),
         ops.attention(q, keys, values, layout, 0.125),
         ops.rms_norm(x, weight[0], 1e-6),
         ops.silu_mul(x),

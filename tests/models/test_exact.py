@@ -1,4 +1,4 @@
-"""On CPU with the kernels a tree's node gets the bits of plain decoding, in float32 and int8."""
+"""A node of a tree gets the bits of plain decoding: on CPU, in float32 and quantised."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from draftwood.attention import Work, exact, pack
 from draftwood.kernels import ops
 from draftwood.kv import BlockPool, Lease
 from draftwood.models.base import Model
+from draftwood.models.formats import Bits, file_name
 from draftwood.models.hf import HFModel
-from draftwood.models.int8 import Int8Model
-from draftwood.models.int8_convert import FILE_NAME, pack_checkpoint
+from draftwood.models.quantised import QuantisedModel
+from draftwood.models.quantised_convert import pack_checkpoint
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
 
@@ -143,25 +144,27 @@ def test_float32_without_the_kernels_keeps_the_stated_tolerance(
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
-def test_int8_is_exact_bit_for_bit(arch: str, tmp_path: Path) -> None:
-    module = make_module(arch)
-    model = int8_model(module, tmp_path)
-    check_exactness(model)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised_is_exact_bit_for_bit(arch: str, bits: Bits, tmp_path: Path) -> None:
+    check_exactness(quantised_model(make_module(arch), bits, tmp_path))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
-def test_int8_says_nearly_what_float32_says(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "tolerance"), [("int8", 0.05), ("int4", 0.3)])
+def test_quantised_says_nearly_what_float32_says(
+    arch: str, bits: Bits, tolerance: float, tmp_path: Path
+) -> None:
     """A weight in the wrong place would be exact and wrong."""
     module = make_module(arch)
     _liven_biases(module)
     ids = torch.randint(0, 96, (1, 60))
     with torch.inference_mode():
         expected = module(input_ids=ids).logits[0]
-    model = int8_model(module, tmp_path)
+    model = quantised_model(module, bits, tmp_path)
     runner = Runner(model)
     logits = runner.run(runner.lease([]), ids[0].tolist())
     error = (logits - expected).norm() / expected.norm()
-    assert error < 0.05
+    assert error < tolerance
 
 
 def _liven_biases(module: Any) -> None:
@@ -172,11 +175,11 @@ def _liven_biases(module: Any) -> None:
                 parameter.normal_(0, 0.5)
 
 
-def int8_model(module: Any, folder: Path) -> Int8Model:
-    """The 8-bit form of a float module."""
-    path = folder / FILE_NAME
+def quantised_model(module: Any, bits: Bits, folder: Path) -> QuantisedModel:
+    """The quantised form of a float module."""
+    path = folder / file_name(bits)
     tensors = [(n, t) for n, t in module.state_dict().items() if n != "lm_head.weight"]
     if not module.config.tie_word_embeddings:
         tensors.append(("lm_head.weight", module.state_dict()["lm_head.weight"]))
-    pack_checkpoint(module.config, tensors, path, "tiny")
-    return Int8Model(module.config, path)
+    pack_checkpoint(module.config, tensors, path, "tiny", bits)
+    return QuantisedModel(module.config, path, bits)

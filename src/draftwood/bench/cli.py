@@ -33,7 +33,7 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="one for each core")]
 Quantization = Annotated[
     str | None,
-    typer.Option(help="int8 or none.", show_default="int8 for large models on a CPU"),
+    typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")]
 

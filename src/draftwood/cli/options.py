@@ -66,7 +66,7 @@ DType = Annotated[
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="int8 or none. Default: int8 on a CPU for models above 300 M parameters.",
+        help="int8, int4 or none. Default: int8 on a CPU for models above 300 M parameters.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -53,7 +53,7 @@ DW_API const char* dw_isa() {
 }
 
 // x [rows, k] -> out [rows, p.n]
-DW_API void dw_linear_int8(const float* x, int64_t rows, int64_t k, const Packed* p, int group,
+DW_API void dw_linear(const float* x, int64_t rows, int64_t k, const Packed* p, int group,
                            float* out, int threads) {
     const Quantised q = quantised(arena(), static_cast<int>(rows), p->k, group);
     float* padded_rows = scratch(arena().wide, p->k == k ? 1 : rows * p->k);

@@ -1,4 +1,4 @@
-"""A whole forward pass of a Llama-shaped decoder in 8 bits, one call into the kernels.
+"""A whole forward pass of a Llama-shaped decoder in 8 or 4 bits, one call into the kernels.
 
 Covers decoders of RMSNorm, rotary attention and a gated SiLU MLP: Llama, SmolLM2, Qwen2, Qwen3.
 It knows tensors, not models: whoever loads a model fills `DecoderWeights`.
@@ -21,7 +21,7 @@ from draftwood.kernels.ops import (
     num_threads,
     supports_attention,
 )
-from draftwood.kernels.packing import PackedInt8, PackedStruct, pointer
+from draftwood.kernels.packing import Packed, PackedInt8, PackedStruct, pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class LayerWeights:
 
     attention_norm: Tensor
     mlp_norm: Tensor
-    qkv: PackedInt8
-    o: PackedInt8
-    gate_up: PackedInt8
-    down: PackedInt8
+    qkv: Packed
+    o: Packed
+    gate_up: Packed
+    down: Packed
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
@@ -67,7 +67,7 @@ class DecoderWeights:
     embedding: PackedInt8
     layers: Sequence[LayerWeights]
     norm: Tensor
-    head: PackedInt8
+    head: Packed
 
 
 class _LayerStruct(ctypes.Structure):
@@ -218,7 +218,7 @@ class Decoder:
         return logits
 
 
-def _matrices(weights: DecoderWeights) -> list[PackedInt8]:
+def _matrices(weights: DecoderWeights) -> list[Packed]:
     inner = [m for w in weights.layers for m in (w.qkv, w.o, w.gate_up, w.down)]
     return [*inner, weights.head]
 

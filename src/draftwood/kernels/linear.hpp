@@ -1,7 +1,10 @@
-// Linear layers with 8-bit weights and 8-bit activations.
+// Linear layers with 8-bit or 4-bit weights and 8-bit activations.
 //
-// Weights: one scale per output channel, stored as w + 128 in unsigned bytes, in tiles of 64
-// channels: packed[channel / 64][k / 4][channel % 64][k % 4]. Activations: signed 8 bits with
+// 8-bit weights: one scale per output channel, stored as w + 128 in unsigned bytes, in tiles of 64
+// channels: packed[channel / 64][k / 4][channel % 64][k % 4]. 4-bit weights: one more scale for each
+// channel and group, stored as w + 8; a byte holds the same place of two neighbouring quads of k, the
+// first in its low half, so a tile takes half the bytes. They are spread to bytes group by group and
+// go through the same kernels. Activations: signed 8 bits with
 // one scale for each row and group of `group` neighbours along K. A group's products are summed
 // exactly in 32 bits; the groups are then added in float32, in their order, by one fma each.
 // Before quantisation both sides are turned by the same Hadamard matrix, group by group, which
@@ -46,9 +49,10 @@ struct Quantised {
 
 struct Packed {
     const uint8_t* w;
-    const float* scale;  // [n padded to a whole tile]
-    const float* bias;   // the same, or null
-    int n, k;            // k padded to a multiple of 16
+    const float* scale;        // [n padded to a whole tile]
+    const float* bias;         // the same, or null
+    const float* group_scale;  // [tiles, groups, 64] for 4-bit weights; null for 8-bit ones
+    int n, k;                  // k padded to a multiple of 16
 };
 
 DW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -281,24 +285,62 @@ static GroupKernel kernel_for(int rows) {
     return table[rows - 1];
 }
 
+// One group's sums for all rows: acc[rows][64] += scales of the rows * integer products.
+DW_INLINE void group_sums(const uint8_t* w, int g, const Quantised& q, int row0, int rows,
+                          float* acc, size_t ahead) {
+    const int begin = g * q.group, end = std::min(begin + q.group, q.k);
+    const int blocks = ceil_div(rows, kRowBlock);
+    for (int b = 0; b < blocks; ++b) {
+        const Range r = part(rows, b, blocks);
+        const size_t row = row0 + r.begin;
+        kernel_for(r.end - r.begin)(w, (end - begin) / 4, q.x + row * q.k + begin, q.k,
+                                    q.fix + row * q.groups + g, q.scale + row * q.groups + g,
+                                    q.groups, acc + r.begin * kTile, b == 0 ? ahead : 0);
+    }
+}
+
+// Spreads `bytes` packed bytes (a multiple of 256) to w + 128 in bytes, as 8-bit weights have it.
+DW_INLINE void spread4(const uint8_t* packed, int bytes, uint8_t* out) {
+    for (int at = 0; at < bytes; at += 256, out += 512) {
+        for (int i = 0; i < 256; i += 64) __builtin_prefetch(packed + at + bytes + i);
+        for (int i = 0; i < 256; ++i) {
+            out[i] = static_cast<uint8_t>((packed[at + i] & 15) + 120);
+            out[256 + i] = static_cast<uint8_t>((packed[at + i] >> 4) + 120);
+        }
+    }
+}
+
+// `tile_sums` for 4-bit weights.
+static void tile_sums4(const Packed& p, int tile, const Quantised& q, int row0, int rows,
+                       float* acc) {
+    alignas(64) uint8_t w[kMaxGroup * kTile];
+    alignas(64) float sums[kMaxRows * kTile];
+    const uint8_t* packed = p.w + static_cast<size_t>(tile) * kTile * p.k / 2;
+    const float* scales = p.group_scale + static_cast<size_t>(tile) * q.groups * kTile;
+    std::memset(acc, 0, sizeof(float) * kTile * rows);
+    for (int g = 0; g < q.groups; ++g, scales += kTile) {
+        const int bytes = std::min(q.group, q.k - g * q.group) * kTile / 2;
+        spread4(packed, bytes, w);
+        packed += bytes;
+        std::memset(sums, 0, sizeof(float) * kTile * rows);
+        group_sums(w, g, q, row0, rows, sums, 0);
+        for (int r = 0; r < rows; ++r)
+            for (int c = 0; c < kTile; c += 16) {
+                float* y = acc + r * kTile + c;
+                fma(F16::load(sums + r * kTile + c), F16::load(scales + c), F16::load(y)).store(y);
+            }
+    }
+}
+
 // acc[rows][64] = the tile's sums for rows row0.., before the channels' scales.
 static void tile_sums(const Packed& p, int tile, const Quantised& q, int row0, int rows,
                       float* acc) {
+    if (p.group_scale) return tile_sums4(p, tile, q, row0, rows, acc);
     const uint8_t* w = p.w + static_cast<size_t>(tile) * kTile * p.k;
-    const int blocks = ceil_div(rows, kRowBlock);
     const size_t ahead = static_cast<size_t>(q.group) * kTile;
     std::memset(acc, 0, sizeof(float) * kTile * rows);
-    for (int g = 0; g < q.groups; ++g) {
-        const int begin = g * q.group, end = std::min(begin + q.group, q.k);
-        for (int b = 0; b < blocks; ++b) {
-            const Range r = part(rows, b, blocks);
-            const size_t row = row0 + r.begin;
-            kernel_for(r.end - r.begin)(w + static_cast<size_t>(begin) * kTile, (end - begin) / 4,
-                                        q.x + row * q.k + begin, q.k, q.fix + row * q.groups + g,
-                                        q.scale + row * q.groups + g, q.groups,
-                                        acc + r.begin * kTile, b == 0 ? ahead : 0);
-        }
-    }
+    for (int g = 0; g < q.groups; ++g)
+        group_sums(w + static_cast<size_t>(g) * q.group * kTile, g, q, row0, rows, acc, ahead);
 }
 
 // Sixteen channels of a row: the channels' scales and biases over a tile's sums.

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.build import load
-from draftwood.kernels.packing import PackedInt8, pack_int8, pointer, unpack_int8
+from draftwood.kernels.packing import (
+    Packed,
+    PackedInt8,
+    pack_int8,
+    pointer,
+    unpack_int8,
+)
 
 __all__ = [
     "Layout",
@@ -24,10 +30,10 @@ __all__ = [
     "Rows",
     "attention",
     "available",
-    "embedding_int8",
     "instruction_set",
-    "linear_int8",
     "pack_int8",
+    "quantised_embedding",
+    "quantised_linear",
     "rms_norm",
     "rope_",
     "silu_mul",
@@ -69,14 +75,14 @@ def num_threads() -> int:
     return int(torch.get_num_threads())
 
 
-def linear_int8(x: Tensor, packed: PackedInt8, out: Tensor | None = None) -> Tensor:
+def quantised_linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
     """[M, k] float32 to [M, n]: x with 8 bits per group, exact integer sums, float32 scales."""
     x = _float_rows(x)
     if out is None:
         out = torch.empty(len(x), packed.n)
     assert x.shape[1] == packed.k
     assert out.is_contiguous()
-    library().dw_linear_int8(
+    library().dw_linear(
         pointer(x),
         int64(len(x)),
         int64(packed.k),
@@ -88,7 +94,7 @@ def linear_int8(x: Tensor, packed: PackedInt8, out: Tensor | None = None) -> Ten
     return out
 
 
-def embedding_int8(ids: Tensor, packed: PackedInt8) -> Tensor:
+def quantised_embedding(ids: Tensor, packed: PackedInt8) -> Tensor:
     """[M] int64 token ids to [M, k] float32 rows of a packed table."""
     assert ids.dtype == torch.int64
     assert ids.numel() == 0 or 0 <= int(ids.min()) <= int(ids.max()) < packed.n

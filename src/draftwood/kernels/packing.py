@@ -1,4 +1,4 @@
-"""8-bit weights in the kernels' layout; plain PyTorch, needs no compiled code."""
+"""Weights of 8 and 4 bits in the kernels' layout; plain PyTorch, needs no compiled code."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ DEFAULT_GROUP = 128
 
 _SLICE = 128 * TILE
 
+_CUTS = (1.0, 0.92, 0.85, 0.78, 0.7)
+"""Shares of a group's largest weight that are tried as the end of the 4-bit range."""
+
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     """Address of a tensor's first element for a C call; null for None."""
@@ -30,6 +33,7 @@ class PackedStruct(ctypes.Structure):
         ("w", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("group_scale", ctypes.c_void_p),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
     )
@@ -63,7 +67,7 @@ class PackedInt8:
         padded_k = self.weight.shape[1] * 4
         assert self.weight.shape == (-(-self.n // TILE), padded_k // 4, TILE, 4)
         struct = PackedStruct(
-            pointer(self.weight), pointer(self.scale), pointer(self.bias), self.n, padded_k
+            pointer(self.weight), pointer(self.scale), pointer(self.bias), None, self.n, padded_k
         )
         object.__setattr__(self, "struct", struct)
 
@@ -102,6 +106,113 @@ def unpack_int8(packed: PackedInt8) -> Tensor:
     """The [n, k] float32 weights that `packed` stands for."""
     rows = packed.weight.transpose(1, 2).reshape(len(packed.scale), -1)[: packed.n]
     turned = (rows.float() - 128) * packed.scale[: packed.n, None]
+    return rotate_groups(turned, packed.group)[:, : packed.k].contiguous()
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """A 4-bit weight matrix in the kernels' layout, the same on every machine.
+
+    Attributes:
+        weight: [n / 64, k / 8, 64, 4] uint8, the turned weights' integer plus 8; a byte holds the
+            places `8 i + j` (low half) and `8 i + 4 + j` along k. n and k padded as in 8 bits.
+        group_scale: [n / 64, groups, 64] float32, one per channel and group.
+        bias: [n padded to 64] float32 or None.
+        n, k: output and input features, before padding.
+        group: neighbours along k that share a scale, a multiple of 16.
+    """
+
+    weight: Tensor
+    group_scale: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    group: int = DEFAULT_GROUP
+    struct: PackedStruct = field(init=False, repr=False, compare=False)
+    _ones: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 < self.group <= 256
+        assert self.group % 16 == 0
+        assert self.weight.is_contiguous()
+        assert self.group_scale.is_contiguous()
+        tiles, padded_k = -(-self.n // TILE), self.weight.shape[1] * 8
+        assert self.weight.shape == (tiles, padded_k // 8, TILE, 4)
+        assert self.group_scale.shape == (tiles, -(-padded_k // self.group), TILE)
+        # The kernels multiply by a scale per channel too; here the groups' scales say it all.
+        object.__setattr__(self, "_ones", torch.ones(tiles * TILE))
+        struct = PackedStruct(
+            pointer(self.weight),
+            pointer(self._ones),
+            pointer(self.bias),
+            pointer(self.group_scale),
+            self.n,
+            padded_k,
+        )
+        object.__setattr__(self, "struct", struct)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read to use it once."""
+        return self.weight.numel() + 4 * self.group_scale.numel()
+
+
+Packed = PackedInt8 | PackedInt4
+"""A weight matrix for the kernels."""
+
+
+def pack_int4(weight: Tensor, bias: Tensor | None = None, group: int = DEFAULT_GROUP) -> PackedInt4:
+    """Quantises [n, k] weights to 4 bits, one scale per channel and group, and packs them.
+
+    Turned like 8-bit weights. A group's scale is the one of a few that leaves the smallest squared
+    error: cutting the largest weights a little makes the steps for all others finer.
+    """
+    n, k = weight.shape
+    tiles, padded_k = -(-n // TILE), -(-k // 16) * 16
+    num_groups = -(-padded_k // group)
+    packed = torch.empty((tiles, padded_k // 8, TILE, 4), dtype=torch.uint8)
+    scale = torch.empty((tiles, num_groups, TILE))
+    for first in range(0, n, _SLICE):
+        rows = weight[first : first + _SLICE].detach().float()
+        rows = rotate_groups(pad(rows, (0, padded_k - k, 0, -len(rows) % TILE)), group)
+        scales = torch.empty(len(rows), num_groups)
+        levels = torch.empty(rows.shape, dtype=torch.uint8)
+        for g in range(num_groups):
+            place = slice(g * group, (g + 1) * group)
+            levels[:, place], scales[:, g] = _four_bits(rows[:, place])
+        pairs = levels.view(-1, TILE, padded_k // 8, 2, 4).transpose(1, 2)
+        tile, count = first // TILE, len(pairs)
+        packed[tile : tile + count] = pairs[:, :, :, 0] | (pairs[:, :, :, 1] << 4)
+        scale[tile : tile + count] = scales.view(-1, TILE, num_groups).transpose(1, 2)
+    if bias is not None:
+        bias = pad(bias.detach().float(), (0, tiles * TILE - n))
+    return PackedInt4(packed, scale, bias, n, k, group)
+
+
+def _four_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[m, size] weights of one group to levels 0..15 (8 stands for zero) and [m] scales."""
+    top = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
+    best = torch.full_like(top, float("inf"))
+    levels, scales = torch.full_like(rows, 8.0), torch.zeros_like(top)
+    for cut in _CUTS:
+        scale = top * (cut / 7.5)
+        tried = (rows / scale).round_().clamp_(-8, 7)
+        error = (tried * scale - rows).square_().sum(dim=1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales = torch.where(better, scale, scales)
+        levels = torch.where(better, tried + 8, levels)
+    return levels.to(torch.uint8), scales[:, 0]
+
+
+def unpack_int4(packed: PackedInt4) -> Tensor:
+    """The [n, k] float32 weights that `packed` stands for."""
+    halves = torch.stack((packed.weight & 15, packed.weight >> 4), dim=2).float() - 8
+    # [tiles, k / 8, 2, 64, 4] -> [n, k]
+    rows = halves.permute(0, 3, 1, 2, 4).reshape(-1, packed.weight.shape[1] * 8)
+    scale = packed.group_scale.transpose(1, 2).reshape(len(rows), -1)
+    scale = scale.repeat_interleave(packed.group, dim=1)[:, : rows.shape[1]]
+    turned = (rows * scale)[: packed.n]
     return rotate_groups(turned, packed.group)[:, : packed.k].contiguous()
 
 

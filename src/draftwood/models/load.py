@@ -11,8 +11,9 @@ import torch
 
 from draftwood.errors import ConfigError
 from draftwood.models.base import Model
+from draftwood.models.formats import Form
 from draftwood.models.progress import Progress
-from draftwood.models.sources import Form, ModelFiles, peek_config, resolve
+from draftwood.models.sources import ModelFiles, peek_config, resolve
 
 INT8_FROM_PARAMETERS = 300_000_000
 """On a CPU, models from this size on run in 8 bits unless told otherwise."""
@@ -25,14 +26,16 @@ class Placement:
     Attributes:
         device: cpu or cuda.
         dtype: None takes float32 on CPU and the checkpoint's own type elsewhere.
-        quantization: "int8", "none", or None to decide by size and machine.
+        quantization: "int8", "int4", "none", or None to decide by size and machine.
         max_model_len: cap on the sequence length.
+        draft: it is to draft: what it says may be wrong, so the form that is fastest is taken.
     """
 
     device: torch.device
     dtype: torch.dtype | None = None
     quantization: str | None = None
     max_model_len: int | None = None
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +47,28 @@ class Choice:
 
 
 def choose_form(name: str, placement: Placement, progress: Progress | None) -> Choice:
-    """8 bits for large models on a CPU that can run them so, else floats.
+    """8 bits for large models on a CPU that can run them so, 4 for draft models, else floats.
 
     Raises:
-        ConfigError: 8 bits are asked for and cannot be had.
+        ConfigError: quantised weights are asked for and cannot be had.
     """
-    if placement.quantization not in (None, "none", "int8"):
+    if placement.quantization not in (None, "none", "int8", "int4"):
         raise ConfigError(
-            f"quantization is {placement.quantization!r}: use int8, none, or leave it out"
+            f"quantization is {placement.quantization!r}: use int8, int4, none, or leave it out"
         )
     if placement.quantization == "none":
         return Choice("float32", "as asked")
     config = cache(lambda: peek_config(name, progress=progress))
     obstacle = _obstacle(placement, config)
-    if placement.quantization == "int8":
+    if placement.quantization is not None:
         if obstacle:
-            raise ConfigError(f"quantization int8 cannot be had: {obstacle}")
-        return Choice("int8", "as asked")
+            raise ConfigError(f"quantization {placement.quantization} cannot be had: {obstacle}")
+        return Choice("int8" if placement.quantization == "int8" else "int4", "as asked")
     if obstacle:
         return Choice("float32", obstacle)
-    from draftwood.models.int8_convert import count_parameters
+    if placement.draft:
+        return Choice("int4", "a draft model on a CPU")
+    from draftwood.models.quantised_convert import count_parameters
 
     count = count_parameters(config())
     if count < INT8_FROM_PARAMETERS:
@@ -72,15 +77,15 @@ def choose_form(name: str, placement: Placement, progress: Progress | None) -> C
 
 
 def _obstacle(placement: Placement, config: Callable[[], Any]) -> str | None:
-    """Why 8 bits cannot be had, cheapest reasons first."""
+    """Why quantised weights cannot be had, cheapest reasons first."""
     if placement.device.type != "cpu":
         return "it is for CPUs"
     if placement.dtype not in (None, torch.float32):
         return f"a dtype is given ({placement.dtype})"
     from draftwood.kernels.build import why_unavailable
-    from draftwood.models.int8_convert import why_not_int8
+    from draftwood.models.quantised_convert import why_not_quantised
 
-    return why_unavailable() or why_not_int8(config())
+    return why_unavailable() or why_not_quantised(config())
 
 
 def load_model(
@@ -89,15 +94,15 @@ def load_model(
     """Finds, converts if need be, and loads a model.
 
     Raises:
-        ModelError, ConfigError, CapacityError: see `resolve`, `load_hf` and `load_int8`.
+        ModelError, ConfigError, CapacityError: see `resolve`, `load_hf` and `load_quantised`.
     """
     choice = choose_form(name, placement, progress)
     files = resolve(name, progress=progress, form=choice.form)
     model: Model
-    if choice.form == "int8":
-        from draftwood.models.int8 import load_int8
+    if choice.form != "float32":
+        from draftwood.models.quantised import load_quantised
 
-        model = load_int8(files, max_model_len=placement.max_model_len)
+        model = load_quantised(files, choice.form, max_model_len=placement.max_model_len)
     else:
         from draftwood.models.hf import load_hf
 

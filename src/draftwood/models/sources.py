@@ -19,12 +19,11 @@ from typing import Any, Literal, TypeAlias
 
 from draftwood import cache
 from draftwood.errors import ConfigError, ModelError, first_line
-from draftwood.models.formats import CONVERTER_VERSION, INT8_VERSION
+from draftwood.models.formats import CONVERTER_VERSION, QUANTISED_VERSION, Form
 from draftwood.models.packaged import PACKAGED, pull
 from draftwood.models.progress import Progress, silent
 
 Kind: TypeAlias = Literal["packaged", "folder", "gguf", "hub"]
-Form: TypeAlias = Literal["float32", "int8"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,15 +35,15 @@ class ModelFiles:
     """Where a model lies. `path` is a folder for `from_pretrained`.
 
     `fingerprint` changes when the weights, config or tokenizer do; use it in the keys of caches.
-    Converted and hub models have the same one on every machine, folders only on theirs. `int8` is
-    the folder of the 8-bit weights, if the model was resolved in that form.
+    Converted and hub models have the same one on every machine, folders only on theirs. `quantised`
+    is the folder of the 8-bit or 4-bit weights, if the model was resolved in such a form.
     """
 
     name: str
     path: Path
     fingerprint: str
     kind: Kind
-    int8: Path | None = None
+    quantised: Path | None = None
 
 
 def resolve(
@@ -85,7 +84,7 @@ def peek_config(name: str, *, revision: str | None = None, progress: Progress | 
 
 def converted_folder(alias: str) -> Path | None:
     """A folder in the cache made of a packaged model, in whatever form; None if there is none."""
-    forms: tuple[Form, ...] = ("float32", "int8")
+    forms: tuple[Form, ...] = ("float32", "int8", "int4")
     folders = (_converted_path(alias, PACKAGED[alias].sha256, form) for form in forms)
     return next((folder for folder in folders if folder.exists()), None)
 
@@ -116,17 +115,17 @@ def _local(name: str, path: Path, progress: Progress, form: Form) -> ModelFiles:
 
 
 def _in_form(files: ModelFiles, progress: Progress, form: Form) -> ModelFiles:
-    """The same files with 8-bit weights made of them, if that form is wanted."""
+    """The same files with quantised weights made of them, if such a form is wanted."""
     if form == "float32":
         return files
-    from draftwood.models.int8_convert import convert_folder
+    from draftwood.models.quantised_convert import convert_folder
 
     identity = hashlib.sha256(files.fingerprint.encode()).hexdigest()[:16]
-    target = cache.cache_dir() / "int8" / f"{identity}-v{INT8_VERSION}"
-    with cache.disk_errors(files.name, 0), cache.locked(f"int8-{target.name}"):
+    target = cache.cache_dir() / form / f"{identity}-v{QUANTISED_VERSION[form]}"
+    with cache.disk_errors(files.name, 0), cache.locked(f"{form}-{target.name}"):
         if not target.exists():
-            convert_folder(files.path, target, files.name, progress)
-    return replace(files, int8=target)
+            convert_folder(files.path, target, files.name, form, progress)
+    return replace(files, quantised=target)
 
 
 def _packaged(alias: str, progress: Progress, form: Form) -> ModelFiles:
@@ -136,8 +135,8 @@ def _packaged(alias: str, progress: Progress, form: Form) -> ModelFiles:
 
 
 def _gguf_files(name: str, path: Path, sha256: str, kind: Kind, form: Form) -> ModelFiles:
-    int8 = path if form == "int8" else None
-    return ModelFiles(name, path, f"gguf:{sha256}:{CONVERTER_VERSION}", kind, int8)
+    quantised = None if form == "float32" else path
+    return ModelFiles(name, path, f"gguf:{sha256}:{CONVERTER_VERSION}", kind, quantised)
 
 
 def _gguf(name: str, path: Path, progress: Progress, form: Form) -> ModelFiles:
@@ -168,19 +167,19 @@ def _converted(
 
 
 def _converted_path(label: str, sha256: str, form: Form) -> Path:
-    suffix = "" if form == "float32" else f"-int8-v{INT8_VERSION}"
+    suffix = "" if form == "float32" else f"-{form}-v{QUANTISED_VERSION[form]}"
     return cache.cache_dir() / "models" / f"{label}-{sha256[:16]}-v{CONVERTER_VERSION}{suffix}"
 
 
 def _convert(gguf: Path, target: Path, label: str, progress: Progress, form: Form) -> None:
-    if form == "int8":
-        from draftwood.models.int8_convert import convert_gguf
-
-        convert_gguf(gguf, target, label, progress)
-    else:
+    if form == "float32":
         from draftwood.models.gguf_convert import convert
 
         convert(gguf, target, label, progress)
+    else:
+        from draftwood.models.quantised_convert import convert_gguf
+
+        convert_gguf(gguf, target, label, form, progress)
 
 
 def _file_sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From float weights to the 8-bit file that the CPU kernels map into memory.
+"""From float weights to the file of quantised ones that the CPU kernels map into memory.
 
 Tensors come one at a time, are joined to the matrices the kernels want (q, k, v in one, gate and up
 in one), packed, and dropped; only the packed ones stay. The file is safetensors, its metadata say
@@ -18,11 +18,10 @@ from torch import Tensor
 
 from draftwood import cache
 from draftwood.errors import UnsupportedModelError
-from draftwood.kernels.ops import PackedInt8, pack_int8
-from draftwood.models.formats import INT8_VERSION
+from draftwood.kernels.packing import Packed, PackedInt8, pack_int4, pack_int8
+from draftwood.models.formats import QUANTISED_VERSION, Bits, file_name
 from draftwood.models.progress import Progress, silent
 
-FILE_NAME = "int8.safetensors"
 _MODEL_TYPES = {"llama", "qwen2", "qwen3", "mistral"}
 _JOINED = {
     "self_attn.q_proj": ("qkv", 0),
@@ -42,20 +41,21 @@ _NORMS = {
 }
 
 
-def why_not_int8(config: Any) -> str | None:
-    """Why the 8-bit decoder cannot run a model of this config, one line; None if it can."""
+def why_not_quantised(config: Any) -> str | None:
+    """Why the quantised decoder cannot run a model of this config, one line; None if it can."""
     if config.model_type not in _MODEL_TYPES:
-        return f"the 8-bit decoder knows {', '.join(sorted(_MODEL_TYPES))}, not {config.model_type}"
+        known = ", ".join(sorted(_MODEL_TYPES))
+        return f"the quantised decoder knows {known}, not {config.model_type}"
     if config.hidden_act != "silu":
-        return f"the 8-bit decoder has no {config.hidden_act} activation"
+        return f"the quantised decoder has no {config.hidden_act} activation"
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return "the 8-bit decoder has no layers of different windows"
+        return "the quantised decoder has no layers of different windows"
     heads, dim = config.num_attention_heads, head_dim(config)
     sizes = (dim % 16, config.hidden_size % 16, config.intermediate_size % 64)
     if any(sizes) or dim > 256 or heads % config.num_key_value_heads:
-        return "the 8-bit decoder does not take its sizes"
+        return "the quantised decoder does not take its sizes"
     if _rope_type(config) not in ("default", "linear", "llama3", "yarn"):
-        return f"the 8-bit decoder has no rotary scaling of type {_rope_type(config)!r}"
+        return f"the quantised decoder has no rotary scaling of type {_rope_type(config)!r}"
     return None
 
 
@@ -86,7 +86,9 @@ def count_parameters(config: Any) -> int:
 class _Packer:
     """Collects the parts of each joined matrix until it is whole."""
 
-    emit: Callable[[str, PackedInt8], None]
+    emit: Callable[[str, Packed], None]
+    pack: Callable[[Tensor, Tensor | None], Packed]
+    own_head: bool = False  # the head is tied to the embedding, but has other bits
     weights: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     biases: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     has_bias: set[str] = field(default_factory=set)
@@ -108,7 +110,7 @@ class _Packer:
         weight = torch.cat([value for _, value in sorted(self.weights.pop(key).items())])
         parts = self.biases.pop(key, None)
         bias = torch.cat([value for _, value in sorted(parts.items())]) if parts else None
-        self.emit(key, pack_int8(weight, bias))
+        self.emit(key, self.pack(weight, bias))
 
 
 def _biased_parts(config: Any) -> set[str]:
@@ -128,6 +130,7 @@ def pack_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     path: Path,
     name: str,
+    bits: Bits,
     progress: Progress = silent,
 ) -> None:
     """Packs all tensors of a checkpoint into the file `path`.
@@ -137,6 +140,7 @@ def pack_checkpoint(
         tensors: names as transformers has them, with their values.
         path: the file to write.
         name: of the model, for messages.
+        bits: of the matrices; the embedding always has 8, as only rows of it are read.
         progress: told how many tensors are done.
 
     Raises:
@@ -147,38 +151,41 @@ def pack_checkpoint(
     out: dict[str, Tensor] = {}
     sizes: dict[str, tuple[int, int, int]] = {}
 
-    def emit(key: str, packed: PackedInt8) -> None:
-        out[f"{key}.weight"], out[f"{key}.scale"] = packed.weight, packed.scale
+    def emit(key: str, packed: Packed) -> None:
+        out[f"{key}.weight"] = packed.weight
+        if isinstance(packed, PackedInt8):
+            out[f"{key}.scale"] = packed.scale
+        else:
+            out[f"{key}.group_scale"] = packed.group_scale
         if packed.bias is not None:
             out[f"{key}.bias"] = packed.bias
         sizes[key] = (packed.n, packed.k, packed.group)
 
     num_layers = config.num_hidden_layers
     biased = {f"{i}.{part}" for i in range(num_layers) for part in _biased_parts(config)}
-    packer = _Packer(emit, has_bias=biased)
+    pack = pack_int8 if bits == "int8" else pack_int4
+    own_head = bits == "int4" and config.tie_word_embeddings
+    packer = _Packer(emit, pack, own_head=own_head, has_bias=biased)
+    label = f"packing {name} into {bits.removeprefix('int')} bits"
     done, total = 0, 4 * count_parameters(config)
     for tensor_name, value in tensors:
-        _place(tensor_name, value, packer, out, emit)
+        _place(tensor_name, value, packer, out)
         done = min(done + 4 * value.numel(), total - 1)
-        progress(f"packing {name} into 8 bits", done, total)
+        progress(label, done, total)
     _check_complete(out, sizes, config, name)
     out.update(_rotary(config))
-    save_file(out, path, {"sizes": json.dumps(sizes), "version": str(INT8_VERSION)})
-    progress(f"packing {name} into 8 bits", total, total)
+    save_file(out, path, {"sizes": json.dumps(sizes), "version": str(QUANTISED_VERSION[bits])})
+    progress(label, total, total)
 
 
-def _place(
-    name: str,
-    value: Tensor,
-    packer: _Packer,
-    out: dict[str, Tensor],
-    emit: Callable[[str, PackedInt8], None],
-) -> None:
+def _place(name: str, value: Tensor, packer: _Packer, out: dict[str, Tensor]) -> None:
     """Finds a tensor's place by its name."""
     if name == "model.embed_tokens.weight":
-        emit("embedding", pack_int8(value))
+        packer.emit("embedding", pack_int8(value))
+        if packer.own_head:
+            packer.emit("head", packer.pack(value, None))
     elif name == "lm_head.weight":
-        emit("head", pack_int8(value))
+        packer.emit("head", packer.pack(value, None))
     elif name == "model.norm.weight":
         out["norm"] = value.float()
     elif name.startswith("model.layers."):
@@ -189,9 +196,9 @@ def _place(
         elif part in _JOINED:
             packer.add(layer, part, kind, value.float())
         elif not rest.endswith("rotary_emb.inv_freq"):
-            raise UnsupportedModelError(f"the 8-bit decoder has no place for the tensor {name}")
+            raise UnsupportedModelError(f"the quantised decoder has no place for the tensor {name}")
     else:
-        raise UnsupportedModelError(f"the 8-bit decoder has no place for the tensor {name}")
+        raise UnsupportedModelError(f"the quantised decoder has no place for the tensor {name}")
 
 
 def _check_complete(out: dict[str, Tensor], sizes: dict[str, Any], config: Any, name: str) -> None:
@@ -213,11 +220,13 @@ def _rotary(config: Any) -> dict[str, Tensor]:
     return {"rotary.frequencies": rotary.inv_freq.float().clone(), "rotary.scaling": scaling}
 
 
-def convert_gguf(path: Path, target: Path, name: str, progress: Progress = silent) -> Path:
-    """Makes the folder `target` from a GGUF file: config, tokenizer and 8-bit weights.
+def convert_gguf(
+    path: Path, target: Path, name: str, bits: Bits, progress: Progress = silent
+) -> Path:
+    """Makes the folder `target` from a GGUF file: config, tokenizer and quantised weights.
 
     Call it under `cache.locked(target.name)`. Raises like `gguf_convert.convert`, and
-    UnsupportedModelError if the 8-bit decoder cannot run the model.
+    UnsupportedModelError if the quantised decoder cannot run the model.
     """
     from draftwood.models.gguf_convert import iter_tensors, write_small_files
 
@@ -225,28 +234,32 @@ def convert_gguf(path: Path, target: Path, name: str, progress: Progress = silen
         made = folder / "model"
         made.mkdir()
         config = write_small_files(path, made)
-        reason = why_not_int8(config)
+        reason = why_not_quantised(config)
         if reason:
             raise UnsupportedModelError(f"{name}: {reason}")
-        pack_checkpoint(config, iter_tensors(path), made / FILE_NAME, name, progress)
+        pack_checkpoint(config, iter_tensors(path), made / file_name(bits), name, bits, progress)
         return cache.publish(made, target)
 
 
-def convert_folder(folder: Path, target: Path, name: str, progress: Progress = silent) -> Path:
-    """Makes the folder `target` with the 8-bit weights of a folder of safetensors files.
+def convert_folder(
+    folder: Path, target: Path, name: str, bits: Bits, progress: Progress = silent
+) -> Path:
+    """Makes the folder `target` with the quantised weights of a folder of safetensors files.
 
     Call it under `cache.locked(target.name)`; raises like `convert_gguf`.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    reason = why_not_int8(config)
+    reason = why_not_quantised(config)
     if reason:
         raise UnsupportedModelError(f"{name}: {reason}")
     with cache.staging(target.name, name, count_parameters(config) + (64 << 20)) as staged:
         made = staged / "model"
         made.mkdir()
-        pack_checkpoint(config, _folder_tensors(folder), made / FILE_NAME, name, progress)
+        pack_checkpoint(
+            config, _folder_tensors(folder), made / file_name(bits), name, bits, progress
+        )
         return cache.publish(made, target)
 
 
@@ -256,7 +269,7 @@ def _folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UnsupportedModelError(
-            f"{folder} has no safetensors files: 8-bit weights are made from those"
+            f"{folder} has no safetensors files: quantised weights are made from those"
         )
     for path in files:
         with safe_open(path, framework="pt") as tensors:

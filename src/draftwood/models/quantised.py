@@ -1,4 +1,4 @@
-"""Llama-shaped decoders in 8 bits on CPU: weights per output channel, activations per group.
+"""Llama-shaped decoders on CPU in 8 bits, or with 4-bit weights; activations in 8 bits per group.
 
 One call into the kernels runs all layers. A row's logits have the same bits whatever other rows are
 in the batch, whatever the tree, and wherever its ancestors lie, so speculation changes no text, not
@@ -25,21 +25,22 @@ from draftwood.kernels.decoder import (
     LayerWeights,
     RotaryTable,
 )
-from draftwood.kernels.ops import PackedInt8
+from draftwood.kernels.packing import Packed, PackedInt4, PackedInt8
 from draftwood.kv import KVSpec, Plane
 from draftwood.models.base import ModelSpec
-from draftwood.models.formats import INT8_VERSION
+from draftwood.models.formats import QUANTISED_VERSION, Bits, file_name
 from draftwood.models.hf import checked_length
-from draftwood.models.int8_convert import FILE_NAME, count_parameters, head_dim
+from draftwood.models.quantised_convert import count_parameters, head_dim
 from draftwood.models.sources import ModelFiles
 
 
-class Int8Model:
-    """An 8-bit decoder behind the `Model` protocol.
+class QuantisedModel:
+    """A quantised decoder behind the `Model` protocol.
 
     Args:
         config: the model's transformers config.
-        path: the file that `int8_convert` made.
+        path: the file that `quantised_convert` made.
+        bits: what is in it.
         name, fingerprint: see `ModelSpec`.
         max_model_len: cap on the sequence length; None takes the model's own.
     """
@@ -48,6 +49,7 @@ class Int8Model:
         self,
         config: Any,
         path: Path,
+        bits: Bits,
         *,
         name: str = "model",
         fingerprint: str = "",
@@ -59,7 +61,7 @@ class Int8Model:
         cpu = torch.device("cpu")
         self.spec = ModelSpec(
             name=name,
-            fingerprint=f"{fingerprint}:int8:{INT8_VERSION}:{group}",
+            fingerprint=f"{fingerprint}:{bits}:{QUANTISED_VERSION[bits]}:{group}",
             vocab_size=weights.head.n,
             max_model_len=checked_length(config, max_model_len),
             num_parameters=count_parameters(config),
@@ -68,7 +70,7 @@ class Int8Model:
             ),
             dtype=torch.float32,
             device=cpu,
-            quantization="int8",
+            quantization=bits,
         )
 
     def forward(self, batch: Batch, plane: Plane) -> Tensor:
@@ -79,11 +81,14 @@ class Int8Model:
         )
 
 
-def load_int8(files: ModelFiles, *, max_model_len: int | None = None) -> Int8Model:
-    """Loads the 8-bit form of a model.
+def load_quantised(
+    files: ModelFiles, bits: Bits, *, max_model_len: int | None = None
+) -> QuantisedModel:
+    """Loads the 8-bit or 4-bit form of a model.
 
     Args:
-        files: resolved with `form="int8"`.
+        files: resolved with `form=bits`.
+        bits: the form.
         max_model_len: cap on the sequence length.
 
     Raises:
@@ -94,12 +99,13 @@ def load_int8(files: ModelFiles, *, max_model_len: int | None = None) -> Int8Mod
 
     reason = why_unavailable()
     if reason:
-        raise ConfigError(f"quantization int8 needs the CPU kernels: {reason}")
-    assert files.int8 is not None, "resolve with form='int8'"
+        raise ConfigError(f"quantization {bits} needs the CPU kernels: {reason}")
+    assert files.quantised is not None, "resolve in the same form"
     config = AutoConfig.from_pretrained(files.path)
-    return Int8Model(
+    return QuantisedModel(
         config,
-        files.int8 / FILE_NAME,
+        files.quantised / file_name(bits),
+        bits,
         name=files.name,
         fingerprint=files.fingerprint,
         max_model_len=max_model_len,
@@ -130,10 +136,18 @@ def _read(path: Path, num_layers: int) -> tuple[DecoderWeights, RotaryTable, int
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ModelError(f"{path} is damaged: delete its folder and load again") from error
 
-    def packed(key: str) -> PackedInt8:
+    def packed8(key: str) -> PackedInt8:
         n, k, group = sizes[key]
         bias = tensors.get(f"{key}.bias")
         return PackedInt8(tensors[f"{key}.weight"], tensors[f"{key}.scale"], bias, n, k, group)
+
+    def packed(key: str) -> Packed:
+        group_scale = tensors.get(f"{key}.group_scale")
+        if group_scale is None:
+            return packed8(key)
+        n, k, group = sizes[key]
+        bias = tensors.get(f"{key}.bias")
+        return PackedInt4(tensors[f"{key}.weight"], group_scale, bias, n, k, group)
 
     layers = [
         LayerWeights(
@@ -148,7 +162,7 @@ def _read(path: Path, num_layers: int) -> tuple[DecoderWeights, RotaryTable, int
         )
         for i in range(num_layers)
     ]
-    embedding = packed("embedding")
+    embedding = packed8("embedding")
     head = packed("head") if "head" in sizes else embedding
     rotary = RotaryTable(tensors["rotary.frequencies"], float(tensors["rotary.scaling"]))
     return DecoderWeights(embedding, layers, tensors["norm"], head), rotary, embedding.group

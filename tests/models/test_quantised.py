@@ -1,4 +1,4 @@
-"""8 bits: made from folders and GGUF files, chosen by size, refused with a reason, good enough."""
+"""8 and 4 bits: made from folders and GGUF files, chosen by size, refused with a reason, good."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import transformers as tf
 from draftwood.errors import ConfigError, ModelError
 from draftwood.llm import LLM
 from draftwood.models import load, sources
-from draftwood.models.int8_convert import FILE_NAME, count_parameters, why_not_int8
+from draftwood.models.formats import Bits, file_name
 from draftwood.models.load import Placement, choose_form
+from draftwood.models.quantised_convert import count_parameters, why_not_quantised
 from draftwood.sampling import SamplingParams
 from tests.models.test_exact import CONFIGS, make_module
 from tests.tiny import save_tiny
@@ -44,23 +45,24 @@ def test_parameters_are_counted_as_the_module_has_them(arch: str) -> None:
         assert count == sum(p.numel() for p in module.parameters() if p.dim() == 2)
 
 
-def test_a_folder_gets_8_bits_once(folder: Path) -> None:
-    first = sources.resolve(str(folder), form="int8")
-    assert first.int8 is not None
-    made = (first.int8 / FILE_NAME).stat().st_mtime_ns
-    again = sources.resolve(str(folder), form="int8")
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_folder_is_quantised_once(folder: Path, bits: Bits) -> None:
+    first = sources.resolve(str(folder), form=bits)
+    assert first.quantised is not None
+    made = (first.quantised / file_name(bits)).stat().st_mtime_ns
+    again = sources.resolve(str(folder), form=bits)
     assert again == first
-    assert (first.int8 / FILE_NAME).stat().st_mtime_ns == made
-    llm = LLM(str(folder), quantization="int8")
-    assert llm.model.spec.quantization == "int8"
+    assert (first.quantised / file_name(bits)).stat().st_mtime_ns == made
+    llm = LLM(str(folder), quantization=bits)
+    assert llm.model.spec.quantization == bits
     plain = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, speculation=False))[0]
     assert llm.generate([5, 6, 7], SamplingParams(max_tokens=20))[0].token_ids == plain.token_ids
 
 
 def test_changed_weights_get_8_bits_anew(folder: Path) -> None:
-    first = sources.resolve(str(folder), form="int8").int8
+    first = sources.resolve(str(folder), form="int8").quantised
     make_module("llama").save_pretrained(folder)
-    assert sources.resolve(str(folder), form="int8").int8 != first
+    assert sources.resolve(str(folder), form="int8").quantised != first
 
 
 def test_large_models_on_a_cpu_run_in_8_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +77,8 @@ def test_large_models_on_a_cpu_run_in_8_bits(folder: Path, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_had_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="quantization is 'int4': use int8, none"):
-        LLM(str(folder), quantization="int4")
+    with pytest.raises(ConfigError, match="quantization is 'int2': use int8, int4, none"):
+        LLM(str(folder), quantization="int2")
     with pytest.raises(ConfigError, match="it is for CPUs"):
         choose_form(str(folder), Placement(torch.device("cuda"), quantization="int8"), None)
     monkeypatch.setattr("draftwood.kernels.build.why_unavailable", lambda: "there is no compiler")
@@ -87,22 +89,22 @@ def test_what_cannot_be_had_says_why(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_shapes_the_decoder_does_not_take_are_named() -> None:
-    assert why_not_int8(CONFIGS["llama"]) is None
-    assert "gpt2" in str(why_not_int8(CONFIGS["gpt2"]))
-    assert "gelu" in str(why_not_int8(tf.LlamaConfig(hidden_act="gelu")))
-    assert "sizes" in str(why_not_int8(tf.LlamaConfig(hidden_size=72, num_attention_heads=4)))
+    assert why_not_quantised(CONFIGS["llama"]) is None
+    assert "gpt2" in str(why_not_quantised(CONFIGS["gpt2"]))
+    assert "gelu" in str(why_not_quantised(tf.LlamaConfig(hidden_act="gelu")))
+    assert "sizes" in str(why_not_quantised(tf.LlamaConfig(hidden_size=72, num_attention_heads=4)))
     scaled = tf.LlamaConfig(
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     )
-    assert "dynamic" in str(why_not_int8(scaled))
+    assert "dynamic" in str(why_not_quantised(scaled))
     mixed = tf.Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert "windows" in str(why_not_int8(mixed))
+    assert "windows" in str(why_not_quantised(mixed))
 
 
 def test_a_damaged_file_is_named(folder: Path) -> None:
     files = sources.resolve(str(folder), form="int8")
-    assert files.int8 is not None
-    path = files.int8 / FILE_NAME
+    assert files.quantised is not None
+    path = files.quantised / file_name("int8")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ModelError, match="damaged: delete its folder"):
         LLM(str(folder), quantization="int8")
