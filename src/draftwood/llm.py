@@ -11,6 +11,7 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.hybrid import default_drafter
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.vocabulary import shared_vocabulary
 from draftwood.engine.engine import Engine
@@ -81,7 +82,7 @@ class LLM:
         model: a packaged alias ("smollm2-135m"), a hub id, a folder or a `.gguf` file.
         draft: a second, smaller model to draft with; same forms.
         drafter: "auto", "suffix", "recycling", "model", "none", another registered name, or a
-            `Drafter`. None takes "model" when `draft` is given, else "auto".
+            `Drafter`. "auto", the default, uses the draft model where it pays, if there is one.
         device: "cpu", "cuda", "cuda:1", ...; None takes CUDA when there is one.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
             own type elsewhere.
@@ -238,6 +239,8 @@ class LLM:
     def _make_drafter(self, drafter: str | Drafter, shared: int) -> Drafter:
         if isinstance(drafter, Drafter):
             return drafter
+        if drafter == "auto":
+            return default_drafter(self.draft_model, self.pool, shared)
         if drafter != "model":
             return load_drafter_class(drafter)()
         assert self.draft_model is not None
@@ -289,11 +292,13 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
 
 def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | Drafter:
     if drafter is None:
-        return "model" if draft else "auto"
+        return "auto"
     if drafter == "model" and draft is None:
         raise ConfigError("drafter 'model' needs a draft model: give draft=")
-    if draft is not None and drafter != "model":
-        raise ConfigError(f"a draft model is given but drafter is {drafter!r}: use 'model'")
+    if draft is not None and drafter not in ("auto", "model"):
+        raise ConfigError(
+            f"a draft model is given but drafter is {drafter!r}: use 'auto' or 'model'"
+        )
     return drafter
 
 
