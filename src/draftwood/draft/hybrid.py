@@ -2,8 +2,8 @@
 
 A tree begins with the guesses that cost microseconds (suffix matches, recycled candidates). Then
 the draft model is asked at the place where it is expected to add most: it rates the guesses there
-and adds its own. One forward answers for a place and for all places above it that were not asked yet,
-so a long copied passage costs one forward or none. It is asked again while a forward's gain in
+and adds its own. One forward answers for a place and for all places above it that were not asked
+yet, so a long copied passage costs one forward or none. It is asked again while a forward's gain in
 expected tokens is worth its time (the depth rule of OPT-Tree, arXiv 2406.17276, with costs).
 
 The draft's KV lies in its own plane under the same block table as the target's. Reading a long
@@ -26,6 +26,7 @@ from draftwood.draft.combine import AutoDrafter
 from draftwood.draft.grow import Calibrator
 from draftwood.draft.model import likely_tokens
 from draftwood.errors import CapacityError
+from draftwood.kernels import ops
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
 from draftwood.tree import TokenTree
@@ -409,17 +410,25 @@ class HybridDrafter(AutoDrafter):
     ) -> list[list[tuple[int, float]]]:
         """The likeliest tokens at each node of a path, with their probabilities."""
         if seq.params.greedy:
-            top = torch.topk(logits, min(_BRANCHES, logits.shape[-1]), dim=-1)
-            shares = torch.exp(top.values - torch.logsumexp(logits, dim=-1, keepdim=True))
+            shares, tokens = _top_shares(logits, min(_BRANCHES, logits.shape[-1]))
             return [
                 list(zip(ids, ps, strict=True))
-                for ids, ps in zip(top.indices.tolist(), shares.tolist(), strict=True)
+                for ids, ps in zip(tokens.tolist(), shares.tolist(), strict=True)
             ]
         first = len(seq.tokens) + growth.depth(path[0])
         return [
             likely_tokens(row, seq.params, seq.seed, first + i)[:_BRANCHES]
             for i, row in enumerate(logits)
         ]
+
+
+def _top_shares(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest softmax probabilities of each row, and their tokens."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and ops.available():
+        return ops.top_shares(logits, k)
+    top = torch.topk(logits.float(), k, dim=-1)
+    whole = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    return torch.exp(top.values - whole), top.indices
 
 
 def default_drafter(model: Model | None, pool: BlockPool, num_tokens: int) -> Drafter:

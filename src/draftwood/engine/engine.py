@@ -25,6 +25,7 @@ from draftwood.engine.observers import Observer, Round
 from draftwood.engine.scheduler import Job, Scheduler
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError
+from draftwood.kernels.ops import argmax
 from draftwood.kv import BlockPool, PrefixIndex
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
@@ -176,8 +177,8 @@ class Engine:
         """Walks one tree by the target's choices."""
         assert job.tree is not None
         seq, tree = job.seq, job.tree
-        if seq.params.greedy and not seq.rules and logits.is_cuda:
-            best = logits.argmax(dim=-1).tolist()  # one transfer for all nodes
+        if seq.params.greedy and not seq.rules:
+            best = argmax(logits)  # of all nodes at once
             verdict = walk(tree, lambda node, depth: best[node])
         else:
             verdict = walk(tree, lambda node, depth: _pick(seq, tree, logits[node], node, depth))

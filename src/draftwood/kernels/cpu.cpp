@@ -122,6 +122,17 @@ DW_API void dw_top_k(const float* x, int64_t rows, int64_t n, int64_t stride, in
     });
 }
 
+// The same, with probabilities in the place of values.
+DW_API void dw_top_shares(const float* x, int64_t rows, int64_t n, int64_t stride, int k,
+                          float* shares, int64_t* indices, int threads) {
+    for_rows(rows, 2 * n, threads, [&](int64_t r) {
+        float* out = shares + r * k;
+        top_k_row(x + r * stride, n, k, out, indices + r * k);
+        const float whole = log_sum_row(x + r * stride, n, out[0]);
+        for (int i = 0; i < k; ++i) out[i] = std::exp(out[i] - whole);
+    });
+}
+
 // q [rows of all segments, heads, dim] -> out, the same shape
 DW_API void dw_attention(const AttentionShape* shape, const Segment* segments, int num_segments,
                          const float* q, int64_t q_stride, const float* k_plane,

@@ -28,6 +28,7 @@ __all__ = [
     "Layout",
     "PackedInt8",
     "Rows",
+    "argmax",
     "attention",
     "available",
     "instruction_set",
@@ -39,6 +40,7 @@ __all__ = [
     "silu_mul",
     "supports_attention",
     "top_k",
+    "top_shares",
     "unpack_int8",
 ]
 
@@ -175,12 +177,30 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Largest first; among equals the lowest index first, so `top_k(x, 1)` is an argmax with a stated
     rule. NaN is never chosen.
     """
+    return _top("dw_top_k", x, k)
+
+
+def argmax(x: Tensor) -> list[int]:
+    """Where each row of [M, V] is largest, the lowest index among equals; on any device."""
+    if x.device.type == "cpu" and x.dtype == torch.float32 and available():
+        best: list[int] = top_k(x, 1)[1][:, 0].tolist()
+    else:
+        best = x.argmax(dim=-1).tolist()
+    return best
+
+
+def top_shares(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Like `top_k`, with softmax probabilities over the whole row in the place of values."""
+    return _top("dw_top_shares", x, k)
+
+
+def _top(function: str, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     assert x.dtype == torch.float32
     assert x.stride(1) == 1
     assert 0 < k <= x.shape[1]
     values = torch.empty(len(x), k)
     indices = torch.empty(len(x), k, dtype=torch.int64)
-    library().dw_top_k(
+    getattr(library(), function)(
         pointer(x),
         int64(len(x)),
         int64(x.shape[1]),

@@ -177,16 +177,14 @@ class Lease:
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved == len(path):
             return
-        where = self.slots(0, self.capacity)
-        sources = torch.tensor([start + node for node in path[moved:]], device=self._pool.device)
-        target: Slots
-        if isinstance(where, slice):
-            sources += where.start
-            target = self.slots(start + moved, start + len(path))
-        else:
-            sources = where[sources]
-            target = where[start + moved : start + len(path)]
-        plane.copy(sources, target)
+        plane.move(
+            [self._slot(start + node) for node in path[moved:]],
+            [self._slot(start + place) for place in range(moved, len(path))],
+        )
+
+    def _slot(self, position: int) -> int:
+        block, offset = divmod(position, self._pool.block_size)
+        return self._table[block] * self._pool.block_size + offset
 
     def _poison(self, plane: Plane, start: int) -> None:
         if not self._pool.debug or start >= self.capacity:

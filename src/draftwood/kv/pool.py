@@ -7,7 +7,7 @@ reference count and one eviction act on both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,17 @@ class Plane:
         for kv in (self.keys, self.values):
             moved = kv[:, source]
             kv[:, target] = moved.clone() if isinstance(source, slice) else moved
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves tokens to smaller slots, both ascending; a target may be an earlier source."""
+        if self.keys.device.type == "cpu":
+            # One by one: an indexed copy wakes PyTorch's threads, which takes longer than a layer.
+            for kv in (self.keys, self.values):
+                for source, target in zip(sources, targets, strict=True):
+                    kv[:, target] = kv[:, source]
+            return
+        where = torch.tensor([sources, targets], device=self.keys.device)
+        self.copy(where[0], where[1])
 
     def poison(self, slots: Slots) -> None:
         """Fills slots with NaN, so that reading one that holds nothing shows at once."""

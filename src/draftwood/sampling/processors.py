@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwood.sampling.params import SamplingParams
 
 _NEG_INF = float("-inf")
+_FEW = 512
 
 
 def log_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -44,13 +45,33 @@ def keep_top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Keeps the fewest of the most likely tokens whose probability together reaches `p`."""
-    values, order = torch.sort(scores, descending=True, stable=True)
+    """Keeps the fewest of the most likely tokens whose probability together reaches `p`.
+
+    Among equals the lower id comes first.
+    """
     # In float64: the sum over a large vocabulary must not decide by its rounding.
-    probs = torch.softmax(values.double(), dim=-1)
-    before = torch.cumsum(probs, dim=-1) - probs
-    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(0, order, before >= p)
-    return scores.masked_fill(dropped, _NEG_INF)
+    exact = scores.double()
+    whole = torch.logsumexp(exact, dim=-1)
+    size = scores.shape[-1]
+    for count in (_FEW, size):  # sorting a whole vocabulary takes longer than a layer of the model
+        order = _best(scores, min(count, size))
+        probs = torch.exp(exact[order] - whole)
+        before = torch.cumsum(probs, dim=-1) - probs
+        kept = order[before < p]
+        # What lies behind the best few is dropped too if they hold the border and no tie with it.
+        if len(kept) < len(order) and bool(scores[kept[-1]] > scores[order[-1]]):
+            break
+    result = torch.full_like(scores, _NEG_INF)
+    result[kept] = scores[kept]
+    return result
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest, in order; among equals the lower index first."""
+    if count == scores.shape[-1]:
+        return torch.sort(scores, descending=True, stable=True).indices
+    some = torch.topk(scores, count).indices.sort().values
+    return some[torch.sort(scores[some], descending=True, stable=True).indices]
 
 
 def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
