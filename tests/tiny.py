@@ -26,6 +26,7 @@ from torch import Tensor
 from draftwood.attention import Batch
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.synthetic import OracleDrafter, RandomDrafter, ScriptedDrafter
 from draftwood.engine.sequence import Sequence as EngineSequence
@@ -282,6 +283,11 @@ class TinyLLM(LLM):
         if drafter == "model":
             assert self.draft_model is not None, "give draft="
             return ModelDrafter(self.draft_model, self.pool, self.draft_model.spec.vocab_size)
+        if drafter == "auto":
+            draft, size = self.draft_model, self.model.spec.vocab_size
+            source = DraftSource(draft, self.pool, size) if draft else None
+            # A clock that stands still: asking the draft model costs nothing.
+            return AutoDrafter(source, clock=lambda: 0.0)
         return load_drafter_class(drafter)()
 
     def run(

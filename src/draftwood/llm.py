@@ -11,7 +11,7 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
-from draftwood.draft.hybrid import default_drafter
+from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.vocabulary import shared_vocabulary
 from draftwood.engine.engine import Engine
@@ -240,7 +240,8 @@ class LLM:
         if isinstance(drafter, Drafter):
             return drafter
         if drafter == "auto":
-            return default_drafter(self.draft_model, self.pool, shared)
+            model = self.draft_model
+            return AutoDrafter(DraftSource(model, self.pool, shared) if model else None)
         if drafter != "model":
             return load_drafter_class(drafter)()
         assert self.draft_model is not None

@@ -331,7 +331,7 @@ def test_a_draft_model_takes_part(
     options = ["--data", prompt_file, "--max-tokens", "6", "--json", "--no-transformers"]
     assert run_command(["bench", "compare", folder, "--draft", folder, *options]) == 0
     contenders = json.loads(capsys.readouterr().out)["contenders"]
-    assert list(contenders) == ["plain", "suffix", "recycling", "auto", "model"]
+    assert list(contenders) == ["plain", "suffix", "recycling", "lookup", "auto", "model"]
     assert contenders["model"]["texts"]["num_identical"] == 3
 
 

@@ -7,6 +7,7 @@ hand, without an engine, so that each call can be looked at.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from draftwood.draft.base import Drafter, NoDrafter, Outcome, drafter_names, load_drafter_class
 from draftwood.draft.guard import GuardedDrafter
+from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.synthetic import OracleDrafter, RandomDrafter
 from draftwood.draft.vocabulary import shared_vocabulary
@@ -48,6 +50,12 @@ def answers() -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): llm.run([p], PARAMS)[0] for p in PROMPTS}
 
 
+def ticks() -> Callable[[], float]:
+    """A clock for drafters that weigh time: every look at it is a millisecond later."""
+    count = itertools.count()
+    return lambda: next(count) / 1000
+
+
 ANSWERS = answers()
 KINDS: dict[str, Callable[[BlockPool], Drafter]] = {
     **{
@@ -57,6 +65,8 @@ KINDS: dict[str, Callable[[BlockPool], Drafter]] = {
     },
     "model": lambda pool: ModelDrafter(DRAFT, pool, VOCAB),
     "self": lambda pool: ModelDrafter(TARGET, pool, VOCAB),
+    "hybrid": lambda pool: AutoDrafter(DraftSource(DRAFT, pool, VOCAB), ticks()),
+    "hybrid_self": lambda pool: AutoDrafter(DraftSource(TARGET, pool, VOCAB), ticks()),
     "scripted": lambda pool: bushy_drafter(VOCAB),
     "near_oracle": lambda pool: near_oracle(ANSWERS, VOCAB),
     "oracle": lambda pool: oracle(ANSWERS),
@@ -286,7 +296,8 @@ def per_request_state(drafter: Drafter) -> dict[str, int]:
             ids = [key for key in named if key[1:].isdigit() or key[4:].isdigit()]
             sizes[path] = len(ids)
         elif type(thing).__module__.startswith("draftwood.draft"):
-            stack += [(f"{path}.{name}", value) for name, value in vars(thing).items()]
+            names = getattr(thing, "__slots__", None) or vars(thing)
+            stack += [(f"{path}.{name}", getattr(thing, name)) for name in names]
     return sizes
 
 
@@ -375,7 +386,7 @@ def test_no_drafter_says_nothing() -> None:
     assert NoDrafter().propose([seq], [8]) == [TokenTree.root(seq.tokens[-1])]
 
 
-@pytest.mark.parametrize("kind", ["suffix", "auto"])
+@pytest.mark.parametrize("kind", ["suffix", "lookup", "auto"])
 def test_what_was_there_before_is_guessed(kind: str) -> None:
     """A text that repeats is drafted from its repetition, prompt and output alike."""
     hand = Hand(kind)
@@ -388,7 +399,7 @@ def test_what_was_there_before_is_guessed(kind: str) -> None:
     assert tree.tokens[:4] == (4, 5, 6, 7)
 
 
-@pytest.mark.parametrize("kind", ["recycling", "auto"])
+@pytest.mark.parametrize("kind", ["recycling", "lookup", "auto"])
 def test_tables_stay_warm_across_requests(kind: str) -> None:
     """The second time the same prompt comes, the target's own candidates are proposed."""
     hand = Hand(kind)

@@ -51,8 +51,8 @@ PARAMS = {
 }
 PARAMS = {k: p.but(max_tokens=NUM_TOKENS, ignore_eos=True) for k, p in PARAMS.items()}
 DRAFTERS = (
-    "none", "suffix", "recycling", "auto", "model", "self", "scripted", "oracle", "near_oracle",
-    "random", "bushy",
+    "none", "suffix", "recycling", "lookup", "auto", "model", "self", "hybrid", "hybrid_self",
+    "scripted", "oracle", "near_oracle", "random", "bushy",
 )  # fmt: skip
 SIZES = (0, 1, 2, 4, 8, 33)
 # Every size for the two extremes, one size for each other kind of sampling.
@@ -69,9 +69,10 @@ def plain(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
 def build(name: str, params: Sequence[SamplingParams] | SamplingParams, **config: Any) -> TinyLLM:
     """An LLM with the drafter of that name; the knowing ones know the plain texts."""
     given_params = [params] * len(PROMPTS) if isinstance(params, SamplingParams) else params
-    if name in ("model", "self"):
-        draft = MODEL if name == "self" else hf_model("llama", seed=77, calm=True)
-        return tiny_llm(MODEL, draft=draft, **config)
+    if name in ("model", "self", "hybrid", "hybrid_self"):
+        draft = MODEL if name.endswith("self") else hf_model("llama", seed=77, calm=True)
+        drafter = "auto" if name.startswith("hybrid") else "model"
+        return tiny_llm(MODEL, draft=draft, drafter=drafter, **config)
     answers = {p: plain(p, one) for p, one in zip(PROMPTS, given_params, strict=True)}
     special: dict[str, Drafter] = {
         "oracle": oracle(answers),
@@ -100,7 +101,7 @@ def test_same_text_with_any_drafter_and_any_tree_size(name: str, kind: str, size
     llm = build(name, params, max_tree_nodes=size, block_size=(1, 3, 16)[size % 3])
     outputs = llm.outputs(PROMPTS, params)
     assert [list(o.token_ids) for o in outputs] == [plain(p, params) for p in PROMPTS]
-    if name in ("near_oracle", "oracle", "self") and size >= 8:
+    if name in ("near_oracle", "oracle", "self", "hybrid_self") and size >= 8:
         assert all(o.metrics.mean_acceptance_length > 1.3 for o in outputs), "nothing accepted"
 
 
@@ -117,14 +118,14 @@ def test_same_text_when_the_controller_sets_the_size(name: str, kind: str) -> No
 def test_a_batch_of_different_parameters() -> None:
     """Each row is sampled by its own request's rules, whatever stands beside it."""
     mixed = [PARAMS[kind] for kind in ("greedy", "top_k", "all", "warm")]
-    for name in ("bushy", "auto", "model", "near_oracle"):
+    for name in ("bushy", "auto", "model", "hybrid", "near_oracle"):
         llm = build(name, mixed)
         assert llm.run(PROMPTS, mixed) == [
             plain(*pair) for pair in zip(PROMPTS, mixed, strict=True)
         ]
 
 
-@pytest.mark.parametrize("name", ["auto", "model", "near_oracle"])
+@pytest.mark.parametrize("name", ["auto", "model", "hybrid_self", "near_oracle"])
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
     """Blocks that speculation left in the cache must hold the KV of the text alone.
@@ -147,7 +148,9 @@ def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
     assert all(o.metrics.num_cached_tokens >= len(o.prompt_token_ids) - 5 for o in cached)
 
 
-@pytest.mark.parametrize("name", ["none", "bushy", "auto", "model", "self", "near_oracle"])
+@pytest.mark.parametrize(
+    "name", ["none", "bushy", "auto", "model", "self", "hybrid", "hybrid_self", "near_oracle"]
+)
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_when_memory_runs_out(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +340,9 @@ sampling = st.builds(
 
 @given(
     requests=st.lists(st.tuples(st.sampled_from(PROMPTS), sampling), min_size=1, max_size=5),
-    name=st.sampled_from(["auto", "suffix", "recycling", "random", "bushy", "model", "self"]),
+    name=st.sampled_from(
+        ["auto", "suffix", "recycling", "random", "bushy", "model", "self", "hybrid", "hybrid_self"]
+    ),
     size=st.integers(0, 12),
     block_size=st.integers(1, 9),
     chunk=st.sampled_from([1, 2, 7, 64]),

@@ -229,7 +229,7 @@ def _drafter_names(drafters: str | None, draft: str | None) -> list[str]:
     from draftwood.draft.base import drafter_names
 
     if drafters is None:
-        return ["none", "suffix", "recycling", "auto", *(["model"] if draft else [])]
+        return ["none", "suffix", "recycling", "lookup", "auto", *(["model"] if draft else [])]
     names = [name.strip() for name in drafters.split(",") if name.strip()]
     known = {*drafter_names(), "random", "oracle"}
     for name in names:

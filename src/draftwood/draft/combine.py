@@ -1,4 +1,4 @@
-"""The default: suffix matches and recycled candidates in one tree.
+"""What needs no second model: suffix matches and recycled candidates in one tree.
 
 Both guess at every node, also below each other's guesses, and the calibrated acceptance of each
 kind of evidence decides which nodes the tree gets. Nothing else has to be loaded.
@@ -15,10 +15,10 @@ from draftwood.draft.suffix import SuffixDrafter
 from draftwood.tree import TokenTree
 
 
-class AutoDrafter(Drafter):
+class LookupDrafter(Drafter):
     """Suffix automaton and recycling tables, merged by expected acceptance."""
 
-    name = "auto"
+    name = "lookup"
 
     def __init__(self) -> None:
         self.calibrator = Calibrator()

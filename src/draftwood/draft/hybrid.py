@@ -1,4 +1,4 @@
-"""The default with a draft model: what costs nothing first, the model where that knows too little.
+"""The default: what costs nothing first, and a draft model where that falls short.
 
 A tree begins with the guesses that cost microseconds (suffix matches, recycled candidates). Then
 the draft model is asked at the place where it is expected to add most: it rates the guesses there
@@ -13,7 +13,7 @@ for it (the rule for renting skis: never more than twice the cost of knowing the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from draftwood.attention import Work, pack
-from draftwood.draft.base import DraftContext, Drafter, Outcome
-from draftwood.draft.combine import AutoDrafter
+from draftwood.draft.base import DraftContext, Outcome
+from draftwood.draft.combine import LookupDrafter
 from draftwood.draft.grow import Calibrator
 from draftwood.draft.model import likely_tokens
 from draftwood.errors import CapacityError
@@ -38,6 +38,27 @@ _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
 _CHUNK = 512
 _COUNTED = 8  # nodes whose scores make up what a round is expected to yield
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model that shares the target's vocabulary and block tables.
+
+    Attributes:
+        model: the draft model.
+        pool: the engine's pool; its draft plane holds this model's KV.
+        num_tokens: ids below it mean the same for target and draft; others are not proposed.
+    """
+
+    model: Model
+    pool: BlockPool
+    num_tokens: int
+
+    def forward(self, works: Sequence[Work]) -> Tensor:
+        """Logits of the wanted rows, over the tokens that may be proposed."""
+        assert self.pool.draft is not None, "the pool needs a draft plane"
+        batch = pack(works, self.pool.device)
+        return self.model.forward(batch, self.pool.draft)[:, : self.num_tokens]
 
 
 @dataclass(slots=True)
@@ -229,26 +250,24 @@ class _Savings:
     seconds: float = 0.0
 
 
-class HybridDrafter(AutoDrafter):
-    """Suffix matches and recycled candidates, rated and completed by a draft model.
+class AutoDrafter(LookupDrafter):
+    """Suffix matches and recycled candidates; a draft model rates and completes them.
 
     Args:
-        model: the draft model.
-        pool: the engine's pool; its draft plane holds this model's KV.
-        num_tokens: ids below it mean the same for target and draft; others are not proposed.
+        source: the draft model and where its KV lies; None for none.
+        clock: seconds, to weigh what the model adds against what it takes.
     """
 
     name = "auto"
 
-    def __init__(self, model: Model, pool: BlockPool, num_tokens: int) -> None:
+    def __init__(
+        self, source: DraftSource | None = None, clock: Callable[[], float] = perf_counter
+    ) -> None:
         super().__init__()
-        assert pool.draft is not None, "the pool needs a draft plane"
-        self._model = model
-        self._pool = pool
-        self._plane = pool.draft
-        self._num_tokens = min(num_tokens, model.spec.vocab_size)
+        self._source = source
         self._growths: dict[str, Growth] = {}
         self._savings: dict[str, _Savings] = {}
+        self._clock = clock
         self._pace = _Pace()
         self._hit = 0.75
         self._target_s = 0.0  # a round without drafting
@@ -268,7 +287,7 @@ class HybridDrafter(AutoDrafter):
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Cheap trees, then as many forwards of the draft model as pay."""
-        self._began = perf_counter()
+        self._began = self._clock()
         self._growths = {}
         cheap = super().propose(seqs, budgets)
         growths = [
@@ -278,7 +297,7 @@ class HybridDrafter(AutoDrafter):
         pairs = [
             (seq, growth)
             for seq, growth in zip(seqs, growths, strict=True)
-            if growth.budget > 0 and len(seq.tokens) < self._model.spec.max_model_len
+            if growth.budget > 0 and growth.base + 1 < self._max_length
         ]
         probe = self._unasked_rounds >= _PROBE_EVERY
         for _ in range(_MAX_FORWARDS):
@@ -289,13 +308,13 @@ class HybridDrafter(AutoDrafter):
         # Only now: had a forward failed, there would be no KV to commit.
         self._growths = {seq.request_id: growth for seq, growth in pairs if growth.order}
         self._unasked_rounds = 0 if self._growths else self._unasked_rounds + 1
-        self._drafted = perf_counter()
+        self._drafted = self._clock()
         return [growth.finished() for growth in growths]
 
     def observe(self, seqs: Sequence[DraftContext], outcomes: Sequence[Outcome]) -> None:
         """Feeds all sources, keeps the draft's KV of the accepted paths."""
         if self._drafted > self._began:
-            target_s = perf_counter() - self._drafted
+            target_s = self._clock() - self._drafted
             known = self._target_s
             self._target_s += 0.2 * (min(target_s, 3 * known) - known) if known else target_s
             self._began = self._drafted
@@ -326,7 +345,7 @@ class HybridDrafter(AutoDrafter):
             path = growth.unasked_path(place)
             if gain < most / 4 or len(growth.order) + len(path) > _MAX_ROWS:
                 continue
-            if len(seq.tokens) + growth.depth(place) > self._model.spec.max_model_len:
+            if len(seq.tokens) + growth.depth(place) > self._max_length:
                 continue
             asked.append((seq, growth, path))
             gains += gain
@@ -335,7 +354,7 @@ class HybridDrafter(AutoDrafter):
         if probe:
             return asked
         expected = sum(growth.expected for _, growth in pairs)
-        spent_s = perf_counter() - self._began
+        spent_s = self._clock() - self._began
         worth_s = gains * (self._target_s + spent_s) / expected
         if worth_s + credit >= self._pace.seconds(cost_rows):
             return asked
@@ -356,11 +375,11 @@ class HybridDrafter(AutoDrafter):
         works = [self._work(seq, growth, path) for seq, growth, path in ready]
         if not works:
             return False
-        begin = perf_counter()
+        begin = self._clock()
         logits = self._forward(works)
         num_rows = sum(len(work.tokens) for work in works)
         if num_rows <= _COUNTED:
-            self._pace.observe(num_rows, perf_counter() - begin)
+            self._pace.observe(num_rows, self._clock() - begin)
         parts = torch.split(logits, [len(path) for _, _, path in ready])
         for (seq, growth, path), rows in zip(ready, parts, strict=True):
             growth.order.extend(path)
@@ -382,9 +401,9 @@ class HybridDrafter(AutoDrafter):
         while base - lease.draft_length > _COUNTED:
             start = lease.draft_length
             chunk = seq.tokens[start : min(start + _CHUNK, base)]
-            begin = perf_counter()
+            begin = self._clock()
             self._forward([Work(lease, start, chunk, None, ())])
-            self._pace.observe(len(chunk), perf_counter() - begin)
+            self._pace.observe(len(chunk), self._clock() - begin)
             lease.draft_length = start + len(chunk)
         self._savings[seq.request_id].seconds = 0.0
         return True
@@ -401,9 +420,14 @@ class HybridDrafter(AutoDrafter):
         chain = [*unread, *(growth.nodes[index].token for index in path)]
         return Work(seq.lease, start, chain, None, range(len(unread), len(chain)))
 
+    @property
+    def _max_length(self) -> int:
+        """Positions the draft model has; 0 without one."""
+        return self._source.model.spec.max_model_len if self._source else 0
+
     def _forward(self, works: Sequence[Work]) -> Tensor:
-        batch = pack(works, self._pool.device)
-        return self._model.forward(batch, self._plane)[:, : self._num_tokens]
+        assert self._source is not None
+        return self._source.forward(works)
 
     def _ranked(
         self, seq: DraftContext, growth: Growth, path: Sequence[int], logits: Tensor
@@ -429,8 +453,3 @@ def _top_shares(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     top = torch.topk(logits.float(), k, dim=-1)
     whole = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
     return torch.exp(top.values - whole), top.indices
-
-
-def default_drafter(model: Model | None, pool: BlockPool, num_tokens: int) -> Drafter:
-    """What "auto" stands for, with a draft model and without."""
-    return AutoDrafter() if model is None else HybridDrafter(model, pool, num_tokens)
