@@ -93,10 +93,13 @@ class BeamSearch:
     def hypotheses(self) -> list[Hypothesis]:
         """Ended texts, best first; at most `num_return_sequences`.
 
-        Fewer where the rules of a request leave no so many texts.
+        Fewer where the rules of a request do not leave so many texts.
         """
         best = self._ended[: self._params.num_return_sequences]
-        return [one for one in best if one is not None and one.score > _OUT / 2]
+        return [one for one in best if one is not None and self._log_prob(one) > _OUT / 2]
+
+    def _log_prob(self, one: Hypothesis) -> float:
+        return float(one.score * len(one.tokens) ** self._params.length_penalty)
 
     def _candidates(self, log_probs: Tensor) -> _Candidates:
         """So many that k are left when every beam offers each end token."""
