@@ -19,8 +19,10 @@ from draftwood.models.base import Model
 from draftwood.models.hf import HFModel
 from draftwood.models.int8 import Int8Model
 from draftwood.models.int8_convert import FILE_NAME, pack_checkpoint
+from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
+from tests import tiny
 
 
 def random_tree(rng: random.Random, size: int, vocab_size: int) -> TokenTree:
@@ -147,6 +149,22 @@ def test_int8_is_exact_bit_for_bit(arch: str, tmp_path: Path) -> None:
     module = make_module(arch)
     model = int8_model(module, tmp_path)
     check_exactness(model)
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_beams_have_the_same_bits_in_any_company(form: str, tmp_path: Path) -> None:
+    """Their scores are sums of all logits that were read: equal ones mean equal bits throughout."""
+    module = make_module("mistral")
+    model = int8_model(module, tmp_path) if form == "int8" else HFModel(module)
+    params = SamplingParams(max_tokens=40, num_beams=4, num_return_sequences=4)
+    prompts = [[*range(1, 30)], [7, 5, 3], [9] * 60]
+    together = tiny.tiny_llm(model, vocab_size=96, block_size=3, max_batch_tokens=23)
+    for prompt, output in zip(prompts, together.outputs(prompts, params), strict=True):
+        [alone] = tiny.tiny_llm(model, vocab_size=96).outputs([prompt], params)
+        for one, other in zip(
+            (output, *output.alternatives), (alone, *alone.alternatives), strict=True
+        ):
+            assert (one.token_ids, one.score) == (other.token_ids, other.score)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])

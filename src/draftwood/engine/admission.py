@@ -123,39 +123,44 @@ class Admission:
                     f"token id {token} does not exist: the vocabulary has {self.vocab_size} ids"
                 )
 
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens that can follow a prompt; below 1 when none can.
+
+        Beams may share nothing but the prompt, and KV must be enough even then.
+        """
+        room = self.max_length - num_prompt
+        return min(room, (self._num_slots - num_prompt) // params.num_beams)
+
+    @property
+    def _num_slots(self) -> int:
+        return (self.pool.num_blocks - 1) * self.pool.block_size
+
     def _length(self, num_prompt: int, params: SamplingParams) -> int:
         """The most tokens the sequence may have, prompt included."""
-        limit = self.max_length
-        if params.num_beams > 1:
-            limit = min(limit, num_prompt + self._beam_room(num_prompt, params))
+        limit, room = self.max_length, self.room(num_prompt, params)
         if num_prompt >= limit:
             raise PromptError(
                 f"the prompt has {num_prompt} tokens, and the context holds {limit} with at least "
                 "one to generate: shorten it"
             )
-        if params.max_tokens is None:
-            return limit
-        if num_prompt + params.max_tokens > limit:
+        wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
+        if num_prompt + wanted > limit:
             raise ConfigError(
-                f"max_tokens is {params.max_tokens}: after a prompt of {num_prompt} tokens the "
+                f"max_tokens is {wanted}: after a prompt of {num_prompt} tokens the "
                 f"context of {limit} has room for {limit - num_prompt}"
             )
-        return num_prompt + params.max_tokens
+        self._check_beams(num_prompt, params, wanted, room)
+        return num_prompt + wanted
 
-    def _beam_room(self, num_prompt: int, params: SamplingParams) -> int:
-        """Most tokens so that KV is enough even for beams that share nothing but the prompt."""
+    def _check_beams(self, num_prompt: int, params: SamplingParams, wanted: int, room: int) -> None:
         if params.num_beams > self.max_rows:
             raise ConfigError(
                 f"num_beams is {params.num_beams}: a forward has {self.max_rows} rows at most "
                 "(max_batch_tokens)"
             )
-        slots = (self.pool.num_blocks - 1) * self.pool.block_size
-        room = max(slots - num_prompt, 0) // params.num_beams
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if room < wanted and num_prompt + wanted <= self.max_length:
+        if wanted > room:
             raise ConfigError(
                 f"num_beams is {params.num_beams} and max_tokens {wanted}: behind a prompt of "
-                f"{num_prompt} tokens the KV pool of {slots} slots has room for {room} tokens of "
-                "each beam: lower one of them or raise kv_memory"
+                f"{num_prompt} tokens the KV pool of {self._num_slots} slots has room for {room} "
+                "tokens of each beam: lower one of them or raise kv_memory"
             )
-        return room

@@ -84,6 +84,10 @@ class Engine:
         slots = (self.pool.num_blocks - 1) * self.pool.block_size
         return min(self.model.spec.max_model_len, slots)
 
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens that can follow a prompt of that length; below 1 when none can."""
+        return self._admission.room(num_prompt, params)
+
     def add(
         self,
         prompt_ids: Seq[int],
