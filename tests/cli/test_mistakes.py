@@ -24,6 +24,7 @@ from tests.cli.conftest import Call
         (["--beams", "0"], ["num_beams is 0", "at least 1"]),
         (["--beams", "2", "--temperature", "1"], ["num_beams is 2", "temperature is 1.0"]),
         (["--beams", "2", "--early-stopping", "soon"], ["early_stopping is 'soon'", "never"]),
+        (["--beams", "2", "--show-tree"], ["--show-tree", "beams", "leave one out"]),
         (["--beams", "2", "--length-penalty", "nan"], ["length_penalty is nan"]),
         (["--max-tokens", "0"], ["--max-tokens", "1"]),
         (["--max-tokens", "300"], ["max_tokens is 300", "256"]),

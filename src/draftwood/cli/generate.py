@@ -114,6 +114,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     all_params = [_own_params(params, one) for one in prompts]
+    if show_tree and any(own.num_beams > 1 for own in all_params):
+        raise ConfigError("--show-tree shows drafted trees, and beams draft none: leave one out")
     llm, load_s = timed_load(model_options)
     requests = [
         _request(llm, one, own, chat=chat, system=system)
