@@ -28,22 +28,19 @@ def theirs(
 ) -> list[tuple[list[int], float]]:
     """transformers' texts, end token included, with their scores."""
     ids = torch.tensor([list(prompt)])
-    pad = 0 if 0 not in eos else 1
     config = tf.GenerationConfig(
         do_sample=False,
-        pad_token_id=pad,
+        pad_token_id=0,
         eos_token_id=list(eos) or None,
         output_scores=True,
         return_dict_in_generate=True,
         **values,
     )
     found = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    texts = []
-    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
-        tokens = row[len(prompt) :].tolist()
-        end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-        texts.append((tokens[:end], float(score)))
-    return texts
+    rows = [row[len(prompt) :].tolist() for row in found.sequences]
+    ends = [next((i + 1 for i, t in enumerate(row) if t in eos), len(row)) for row in rows]
+    scores = found.sequences_scores.tolist()
+    return [(row[:end], score) for row, end, score in zip(rows, ends, scores, strict=True)]
 
 
 def ours(llm: tiny.TinyLLM, prompt: Sequence[int], params: SamplingParams) -> list[Any]:
@@ -152,8 +149,6 @@ def test_one_beam_is_plain_decoding() -> None:
     assert list(output.token_ids) == tiny.greedy_reference("llama", PROMPT, 20)
     assert output.score is None
 
-
-# --- against a search in plain Python, over a model whose logits are a function of the history ----
 
 VOCAB = 9
 LAW = toys.random_law(VOCAB, seed=4, spread=1.5)
