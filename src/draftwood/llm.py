@@ -44,7 +44,9 @@ class RequestOutput:
         metrics: counts and times.
         logprobs: one per token, if asked for.
         prompt_logprobs: one per prompt token, None for the first, if asked for.
-        alternatives: the other outputs, when `n` is above 1.
+        alternatives: the other outputs, when `n` or `num_return_sequences` is above 1.
+        score: with `num_beams` above 1: the text's log-probability (after penalties) divided by its
+            length to the power `length_penalty`.
     """
 
     request_id: str
@@ -58,6 +60,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     alternatives: tuple[RequestOutput, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,8 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
         metrics=seq.metrics,
         logprobs=None if wants is None else tuple(seq.logprobs),
         prompt_logprobs=None if prompt_wants is None else (None, *seq.prompt_logprobs),
-        alternatives=tuple(make_output(other) for other in others),
+        alternatives=tuple(make_output(other) for other in (*others, *seq.others)),
+        score=seq.score,
     )
 
 

@@ -102,6 +102,22 @@ def test_the_tree_goes_to_stderr_with_the_accepted_path_marked(call: Call, tiny:
     assert "round 2" in answer.err
 
 
+def test_beams_find_a_likelier_text(call: Call, tiny: str) -> None:
+    options = ("--max-tokens", "12", "--ignore-eos")
+    plain = call("generate", tiny, "the quick", *options)
+    beams = ("--beams", "4", "--length-penalty", "0.5", "--early-stopping", "never")
+    text = call("generate", tiny, "the quick", *options, *beams)
+    record = call("generate", tiny, "the quick", *options, *beams, "--json").json["outputs"][0]
+    params = SamplingParams(
+        max_tokens=12, ignore_eos=True, num_beams=4, length_penalty=0.5, early_stopping="never"
+    )
+    [expected] = LLM(tiny).generate("the quick", params)
+    assert text.out == record["text"] + "\n" == expected.text + "\n" != plain.out
+    assert record["score"] == expected.score
+    many = call("generate", tiny, "the dog " * 50, "--beams", "3", "--json", "--ignore-eos").json
+    assert many["outputs"][0]["num_tokens"] > 20, "with no --max-tokens it is what KV has room for"
+
+
 def test_the_prompt_can_come_through_a_pipe(call: Call, tiny: str) -> None:
     expected = call("generate", tiny, "the dog")
     assert call("generate", tiny, stdin="the dog\n").out == expected.out

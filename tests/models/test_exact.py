@@ -20,8 +20,10 @@ from draftwood.models.formats import Bits, file_name
 from draftwood.models.hf import HFModel
 from draftwood.models.quantised import QuantisedModel
 from draftwood.models.quantised_convert import pack_checkpoint
+from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
+from tests import tiny
 
 
 def random_tree(rng: random.Random, size: int, vocab_size: int) -> TokenTree:
@@ -147,6 +149,23 @@ def test_float32_without_the_kernels_keeps_the_stated_tolerance(
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_quantised_is_exact_bit_for_bit(arch: str, bits: Bits, tmp_path: Path) -> None:
     check_exactness(quantised_model(make_module(arch), bits, tmp_path))
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_beams_have_the_same_bits_in_any_company(form: str, tmp_path: Path) -> None:
+    """Their scores are sums of all logits that were read: equal ones mean equal bits throughout."""
+    module = make_module("mistral")
+    quantised = form == "int8"
+    model = quantised_model(module, "int8", tmp_path) if quantised else HFModel(module)
+    params = SamplingParams(max_tokens=40, num_beams=4, num_return_sequences=4)
+    prompts = [[*range(1, 30)], [7, 5, 3], [9] * 60]
+    together = tiny.tiny_llm(model, vocab_size=96, block_size=3, max_batch_tokens=23)
+    for prompt, output in zip(prompts, together.outputs(prompts, params), strict=True):
+        [alone] = tiny.tiny_llm(model, vocab_size=96).outputs([prompt], params)
+        for one, other in zip(
+            (output, *output.alternatives), (alone, *alone.alternatives), strict=True
+        ):
+            assert (one.token_ids, one.score) == (other.token_ids, other.score)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])

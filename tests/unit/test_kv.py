@@ -79,6 +79,27 @@ class LeaseMachine(RuleBasedStateMachine):
         model.extend(nodes[node] for node in path)
 
     @precondition(lambda self: self.leases)
+    @rule(data=st.data(), kept=paths, path=paths)
+    def two_rounds(self, data: st.DataObject, kept: list[int], path: list[int]) -> None:
+        """A set of nodes stays behind the committed ones; the next round goes on from there."""
+        i = data.draw(st.integers(0, len(self.leases) - 1))
+        lease, model = self.leases[i], self.models[i]
+        nodes, tail = self.marks(kept[-1] + 1), data.draw(st.integers(0, len(kept)))
+        try:
+            lease.reserve(len(nodes) + 10)
+        except CapacityError:
+            return
+        write(lease, self.pool, lease.length, nodes)
+        lease.commit(kept, tail)
+        left = [nodes[node] for node in kept]
+        model.extend(left[: len(left) - tail])
+        old, new = left[len(left) - tail :], self.marks(max(path[-1] + 1 - tail, 0))
+        lease.reserve(len(old) + len(new))
+        write(lease, self.pool, lease.length + len(old), new)
+        lease.commit(path)
+        model.extend([*old, *new][node] for node in path)
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.leases) - 1))

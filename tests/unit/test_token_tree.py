@@ -31,6 +31,7 @@ def test_mask_is_ancestors_or_self(tree: TokenTree) -> None:
     mask = tree.mask()
     for node in range(len(tree)):
         assert set(np.flatnonzero(mask[node])) == set(tree.path(node))
+        assert np.array_equal(tree.mask(node), mask[node:])
 
 
 @given(trees())

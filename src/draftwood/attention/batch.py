@@ -170,7 +170,7 @@ def _segment(work: Work, start: int, device: torch.device) -> Segment:
     num_rows, num_nodes = len(work.tokens), len(work.depths)
     ancestors = None
     if work.tree is not None and not work.tree.is_chain:
-        ancestors = torch.from_numpy(work.tree.mask()[num_nodes - num_rows :]).to(device)
+        ancestors = torch.from_numpy(work.tree.mask(num_nodes - num_rows)).to(device)
     return Segment(
         start,
         start + num_rows,

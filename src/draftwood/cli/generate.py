@@ -73,6 +73,9 @@ def generate(
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
     seed: opt.Seed = None,
+    beams: opt.Beams = 1,
+    length_penalty: opt.LengthPenalty = 1.0,
+    early_stopping: opt.EarlyStopping = "false",
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEOS = False,
     stats: opt.Stats = False,
@@ -81,7 +84,8 @@ def generate(
 ) -> None:
     """Complete a prompt, streaming the text to stdout.
 
-    The prompt is taken as it is; --chat asks the model as a chat partner instead.
+    The prompt is taken as it is; --chat asks the model as a chat partner instead. With --beams
+    the text comes when the search has ended.
     """
     model_options = opt.ModelOptions(
         model=model,
@@ -103,10 +107,15 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        num_beams=beams,
+        length_penalty=length_penalty,
+        early_stopping=opt.early_stopping(early_stopping),
         stop=stop,
         ignore_eos=ignore_eos,
     )
     all_params = [_own_params(params, one) for one in prompts]
+    if show_tree and any(own.num_beams > 1 for own in all_params):
+        raise ConfigError("--show-tree shows drafted trees, and beams draft none: leave one out")
     llm, load_s = timed_load(model_options)
     requests = [
         _request(llm, one, own, chat=chat, system=system)
@@ -129,8 +138,9 @@ def _own_params(params: SamplingParams, prompt: Prompt) -> SamplingParams:
         own = type(params).from_dict(values | prompt.params)
     except TypeError as error:
         raise ConfigError(f"params of a prompt cannot be used: {error}") from error
-    if own.n > 1:
-        raise ConfigError(f"n is {own.n}: the command line gives one output per prompt")
+    for name in ("n", "num_return_sequences"):
+        if (count := getattr(own, name)) > 1:
+            raise ConfigError(f"{name} is {count}: the command line gives one output per prompt")
     return own
 
 

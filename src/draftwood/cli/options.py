@@ -114,6 +114,27 @@ Seed = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+Beams = Annotated[
+    int,
+    typer.Option(
+        help="Above 1: search for the likeliest text with so many beams.", rich_help_panel=_SAMPLING
+    ),
+]
+LengthPenalty = Annotated[
+    float,
+    typer.Option(
+        help="With --beams: above 0 favours long texts, below it short ones.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+EarlyStopping = Annotated[
+    str,
+    typer.Option(
+        help="With --beams, when to end: true (as soon as so many texts have ended), false (also "
+        "when no beam is likely to get better) or never (when none can).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
@@ -180,6 +201,11 @@ class ModelOptions:
         memory = None if self.kv_memory is None else parse_bytes("kv-memory", self.kv_memory)
         config = EngineConfig(kv_memory=memory, max_tree_nodes=self.tree_nodes)
         object.__setattr__(self, "config", config)
+
+
+def early_stopping(text: str) -> bool | str:
+    """The value of --early-stopping as the library takes it."""
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def is_nothing(name: str) -> bool:

@@ -147,7 +147,7 @@ def with_room(
     """`params`, with `max_tokens` when the user gave none: `default`, or what the context holds."""
     if params.max_tokens is not None:
         return params
-    return params.but(max_tokens=max(min(default, engine.max_length - num_prompt), 1))
+    return params.but(max_tokens=max(min(default, engine.room(num_prompt, params)), 1))
 
 
 def _add(engine: Engine, request: Request, index: int | None) -> EngineSequence:

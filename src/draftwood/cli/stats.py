@@ -40,6 +40,7 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
         "ttft_s": None if first is None else first - metrics.arrival_s,
         "decode_s": metrics.decode_s,
         "tokens_per_s": tokens_per_s(output),
+        **({} if output.score is None else {"score": output.score}),
     } | ({} if output.logprobs is None else {"logprobs": [asdict(one) for one in output.logprobs]})
 
 

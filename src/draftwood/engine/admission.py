@@ -6,11 +6,14 @@ import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from draftwood.engine.beam import Beams
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError, PromptError
 from draftwood.kv import BlockPool, Lease, PrefixIndex
 from draftwood.sampling import Rules, SamplingParams, make_rules
+from draftwood.sampling.beam import BeamSearch
 from draftwood.text import Detokenizer, Tokenizer
+from draftwood.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Admission:
         vocab_size: width of the target's logits.
         max_length: the longest sequence that fits the model's positions and the KV pool.
         pool, prefix: where KV will be held.
+        max_rows: most rows of one forward.
     """
 
     tokenizer: Tokenizer
@@ -29,6 +33,7 @@ class Admission:
     max_length: int
     pool: BlockPool
     prefix: PrefixIndex
+    max_rows: int
 
     def make(
         self,
@@ -41,9 +46,27 @@ class Admission:
 
         Raises:
             PromptError: the prompt is empty, holds ids the model does not know, or leaves no room.
-            ConfigError: the parameters do not fit the prompt or the vocabulary.
+            ConfigError: the parameters do not fit the prompt, the vocabulary or the engine.
         """
         self._check_prompt(prompt_ids)
+        seq = self._sequence(prompt_ids, params, request_id, parent)
+        if params.num_beams > 1:
+            max_tokens = seq.max_length - len(prompt_ids)
+            search = BeamSearch(params, seq.stop_ids, max_tokens)
+            seq.beams = Beams(search, TokenTree.root(prompt_ids[-1]))
+            seq.others = [
+                self._sequence(prompt_ids, params, f"{request_id}-{i}", None)
+                for i in range(1, params.num_return_sequences)
+            ]
+        return seq
+
+    def _sequence(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str,
+        parent: Sequence | None,
+    ) -> Sequence:
         length = self._length(len(prompt_ids), params)
         eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
         detokenizer = Detokenizer(
@@ -100,19 +123,44 @@ class Admission:
                     f"token id {token} does not exist: the vocabulary has {self.vocab_size} ids"
                 )
 
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens that can follow a prompt; below 1 when none can.
+
+        Beams may share nothing but the prompt, and KV must be enough even then.
+        """
+        room = self.max_length - num_prompt
+        return min(room, (self._num_slots - num_prompt) // params.num_beams)
+
+    @property
+    def _num_slots(self) -> int:
+        return (self.pool.num_blocks - 1) * self.pool.block_size
+
     def _length(self, num_prompt: int, params: SamplingParams) -> int:
         """The most tokens the sequence may have, prompt included."""
-        limit = self.max_length
+        limit, room = self.max_length, self.room(num_prompt, params)
         if num_prompt >= limit:
             raise PromptError(
                 f"the prompt has {num_prompt} tokens, and the context holds {limit} with at least "
                 "one to generate: shorten it"
             )
-        if params.max_tokens is None:
-            return limit
-        if num_prompt + params.max_tokens > limit:
+        wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
+        if num_prompt + wanted > limit:
             raise ConfigError(
-                f"max_tokens is {params.max_tokens}: after a prompt of {num_prompt} tokens the "
+                f"max_tokens is {wanted}: after a prompt of {num_prompt} tokens the "
                 f"context of {limit} has room for {limit - num_prompt}"
             )
-        return num_prompt + params.max_tokens
+        self._check_beams(num_prompt, params, wanted, room)
+        return num_prompt + wanted
+
+    def _check_beams(self, num_prompt: int, params: SamplingParams, wanted: int, room: int) -> None:
+        if params.num_beams > self.max_rows:
+            raise ConfigError(
+                f"num_beams is {params.num_beams}: a forward has {self.max_rows} rows at most "
+                "(max_batch_tokens)"
+            )
+        if wanted > room:
+            raise ConfigError(
+                f"num_beams is {params.num_beams} and max_tokens {wanted}: behind a prompt of "
+                f"{num_prompt} tokens the KV pool of {self._num_slots} slots has room for {room} "
+                "tokens of each beam: lower one of them or raise kv_memory"
+            )

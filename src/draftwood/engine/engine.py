@@ -19,6 +19,7 @@ from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, NoDrafter, Outcome
 from draftwood.draft.guard import GuardedDrafter
 from draftwood.engine.admission import Admission
+from draftwood.engine.beam import advance
 from draftwood.engine.controller import Controller
 from draftwood.engine.costs import cost_model
 from draftwood.engine.observers import Observer, Round
@@ -64,7 +65,12 @@ class Engine:
         self.controller = Controller(cost, config.max_tree_nodes)
         self._scheduler = Scheduler(config, self.drafter)
         self._admission = Admission(
-            tokenizer, model.spec.vocab_size, self.max_length, pool, self.prefix
+            tokenizer,
+            model.spec.vocab_size,
+            self.max_length,
+            pool,
+            self.prefix,
+            config.max_batch_tokens,
         )
         self._num_requests = 0
 
@@ -78,6 +84,10 @@ class Engine:
         """The longest sequence that fits the model's positions and the KV pool."""
         slots = (self.pool.num_blocks - 1) * self.pool.block_size
         return min(self.model.spec.max_model_len, slots)
+
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens that can follow a prompt of that length; below 1 when none can."""
+        return self._admission.room(num_prompt, params)
 
     def add(
         self,
@@ -137,16 +147,16 @@ class Engine:
             if job.tree
         ]
         outcomes = [self._verify(job, rows) for job, rows in done]
+        changed = [job.seq for job, _ in done] + _advance_beams(jobs, logits)
         marks.append(perf_counter())
         for job in jobs:
-            if job.tree is None:
+            if job.tree is None and job.beams is None:
                 job.seq.lease.commit(range(len(job.work.tokens)))
         outcomes = [self._commit(job, o) for (job, _), o in zip(done, outcomes, strict=True)]
         marks.append(perf_counter())
         self._learn([job for job, _ in done], outcomes)
         marks.append(perf_counter())
         self._report(jobs, outcomes, marks)
-        changed = [job.seq for job, _ in done]
         for seq in changed:
             if seq.finished and self._scheduler.knows(seq.request_id):  # an observer may abort
                 self._scheduler.retire(seq)
@@ -247,6 +257,17 @@ class Engine:
         )
         for observer in self.observers:
             observer.on_round(round_)
+
+
+def _advance_beams(jobs: Seq[Job], logits: Seq[Tensor]) -> list[Sequence]:
+    """Lets the beams among the jobs go on; returns the requests that have ended with it."""
+    ended = []
+    for job, rows in zip(jobs, logits, strict=True):
+        if job.beams is not None:
+            advance(job.seq, job.work, rows)
+            if job.seq.finished:
+                ended.append(job.seq)
+    return ended
 
 
 def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from draftwood.attention import Work
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter
+from draftwood.engine.beam import Beams
 from draftwood.engine.sequence import Sequence, Status
 from draftwood.errors import CapacityError
 from draftwood.kv import Lease
@@ -32,14 +33,17 @@ class Job:
     Attributes:
         seq: whose.
         work: what to compute.
-        tree: what to walk afterwards; None for a chunk that does not reach the prompt's end.
+        tree: what to walk afterwards; None for a chunk that does not reach the prompt's end, and
+            for beams.
         num_prefill_rows: rows that compute known tokens other than a root.
+        beams: the sequence's, which then has no tree to walk.
     """
 
     seq: Sequence
     work: Work
     tree: TokenTree | None
     num_prefill_rows: int
+    beams: Beams | None = None
 
 
 class Scheduler:
@@ -83,10 +87,9 @@ class Scheduler:
     def plan(self, propose: Propose) -> list[Job]:
         """Decides the next forward, with room for all of it reserved."""
         self._admit()
-        decoding = [seq for seq in self._running if seq.num_missing == 1]
-        rows_left = max(self._config.max_batch_tokens - len(decoding), 0)
-        prefills = self._prefill_sizes(rows_left)
-        trees = propose(decoding, sum(prefills.values())) if decoding else []
+        decoding = [seq for seq in self._running if seq.decodes and seq.beams is None]
+        sizes = self._sizes(self._config.max_batch_tokens - len(decoding))
+        trees = propose(decoding, sum(sizes.values())) if decoding else []
         by_id = {seq.request_id: tree for seq, tree in zip(decoding, trees, strict=True)}
         jobs = []
         for seq in list(self._running):
@@ -94,10 +97,12 @@ class Scheduler:
                 continue
             if seq.request_id in by_id:
                 job = self._decode_job(seq, by_id[seq.request_id])
-            elif seq.request_id in prefills:
-                job = self._prefill_job(seq, prefills[seq.request_id])
-            else:
+            elif seq.request_id not in sizes:
                 job = None
+            elif seq.beams is not None:
+                job = self._beam_job(seq, seq.beams, sizes[seq.request_id])
+            else:
+                job = self._prefill_job(seq, sizes[seq.request_id])
             if job is not None:
                 jobs.append(job)
         # A later sequence may have been put back for an earlier one's sake.
@@ -105,9 +110,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         held_back: list[Sequence] = []
-        # Every running sequence needs a row of each forward.
-        most = min(self._config.max_num_seqs, self._config.max_batch_tokens)
-        while self._waiting and len(self._running) < most:
+        while self._waiting and self._has_room(self._waiting[0]):
             seq = self._waiting.popleft()
             if _waits_for_parent(seq):
                 held_back.append(seq)
@@ -115,22 +118,32 @@ class Scheduler:
                 self._start(seq)
         self._waiting.extendleft(reversed(held_back))
 
+    def _has_room(self, seq: Sequence) -> bool:
+        """Whether one more may run: each needs a row of every forward, or one for each beam."""
+        rows = sum(one.params.num_beams for one in (*self._running, seq))
+        return (
+            len(self._running) < self._config.max_num_seqs and rows <= self._config.max_batch_tokens
+        )
+
     def _start(self, seq: Sequence) -> None:
         seq.lease = _first_lease(seq)
         if seq.metrics.num_cached_tokens == 0:
             seq.metrics.num_cached_tokens = min(seq.lease.length, seq.num_prompt_tokens)
         seq.status = Status.RUNNING
         self._running.append(seq)
-        self._drafter.start(seq)
+        if seq.beams is None:
+            self._drafter.start(seq)
 
-    def _prefill_sizes(self, rows_left: int) -> dict[str, int]:
-        """Rows for each sequence whose known tokens are not all computed, oldest first."""
-        sizes = {}
+    def _sizes(self, rows_left: int) -> dict[str, int]:
+        """Rows for the leaves of beams and then, oldest first, for what is known and not computed.
+
+        Sequences that only walk a tree are not among them: their rows are left out of `rows_left`.
+        """
+        sizes = {s.request_id: s.num_missing for s in self._running if s.beams and s.decodes}
+        rows_left = max(rows_left - sum(sizes.values()), 0)
         for seq in self._running:
-            size = min(seq.num_missing, rows_left)
-            if _wants_all_logits(seq):
-                size = min(size, _MAX_LOGIT_ROWS)
-            if seq.num_missing > 1 and size > 0:
+            size = 0 if seq.decodes else _chunk_size(seq, rows_left)
+            if size > 0:
                 sizes[seq.request_id] = size
                 rows_left -= size
         return sizes
@@ -160,6 +173,12 @@ class Scheduler:
             seq, work, TokenTree.root(tokens[-1]) if last else None, size - 1 if last else size
         )
 
+    def _beam_job(self, seq: Sequence, beams: Beams, size: int) -> Job | None:
+        if not self._reserve(seq, beams.num_computed + size):
+            return None
+        work = beams.work(seq, size)
+        return Job(seq, work, None, size - len(work.logit_rows), beams)
+
     def _reserve(self, seq: Sequence, num_slots: int) -> bool:
         """Makes room for a sequence, at the cost of the youngest if need be."""
         while seq in self._running:
@@ -177,8 +196,18 @@ class Scheduler:
         self._running.remove(seq)
         self._drafter.stop(seq)
         seq.lease.close()
+        if seq.beams is not None:
+            seq.beams.forget()
         seq.status = Status.WAITING
         self._waiting.appendleft(seq)
+
+
+def _chunk_size(seq: Sequence, room: int) -> int:
+    """How many of the missing rows come next."""
+    if seq.beams is not None:
+        return seq.beams.num_rows(seq.num_missing - seq.beams.num_missing, room)
+    size = min(seq.num_missing, room)
+    return min(size, _MAX_LOGIT_ROWS) if _wants_all_logits(seq) else size
 
 
 def _waits_for_parent(seq: Sequence) -> bool:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from time import perf_counter
 
+from draftwood.engine.beam import Beams
 from draftwood.kv import Lease
 from draftwood.sampling import Rules, SamplingParams, TokenLogprobs
+from draftwood.sampling.beam import Hypothesis
 from draftwood.text import Detokenizer
 
 
@@ -78,7 +80,8 @@ class Sequence:
     """One request: its tokens, how far they are computed, and when it ends.
 
     While it decodes exactly one token is pending: the last one, whose KV is not computed yet. It is
-    the root of the next tree. `lease.length` counts the computed ones.
+    the root of the next tree. `lease.length` counts the computed ones. While beams search, `tokens`
+    holds what all of them share.
 
     Attributes:
         tokens: prompt and output.
@@ -89,6 +92,9 @@ class Sequence:
         stop_reason: the stop string or token that ended it, if one did.
         logprobs: of the output tokens, if the parameters ask for them.
         prompt_logprobs: of the prompt's tokens from the second one on, likewise.
+        beams: the live beams, until their search ends; None without.
+        score: of the text that a beam search found.
+        others: its further outputs, which never run themselves.
     """
 
     request_id: str
@@ -107,6 +113,9 @@ class Sequence:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    beams: Beams | None = None
+    score: float | None = None
+    others: list[Sequence] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     _depths: list[int] = field(default_factory=list)
 
@@ -117,8 +126,14 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Tokens whose KV is not computed; 1 while decoding."""
-        return len(self.tokens) - self.lease.length
+        """Tokens whose KV is not computed; 1 while decoding, and with beams those of all."""
+        missing = len(self.tokens) - self.lease.length
+        return missing - 1 + self.beams.num_missing if self.beams else missing
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is known is computed but for the root, or the leaves of the beams."""
+        return self.num_missing == (self.beams.num_leaves if self.beams else 1)
 
     @property
     def finished(self) -> bool:
@@ -146,11 +161,30 @@ class Sequence:
         return len(tokens)
 
     def finish(self, reason: str, stop: str | int | None = None) -> None:
-        """Ends the sequence."""
+        """Ends the sequence; beams that have not come to an end leave nothing behind."""
+        if self.beams is not None:
+            self.beams = None
+            self.others.clear()
+            del self.tokens[self.num_prompt_tokens :]
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop
         self.metrics.finish_s = perf_counter()
+
+    def settle(self, found: Seq[Hypothesis]) -> None:
+        """Ends a beam search: the best text becomes this sequence's output, the next its others'.
+
+        Args:
+            found: best first; with fewer texts than others there are fewer others.
+        """
+        self.beams = None
+        del self.tokens[self.num_prompt_tokens :]
+        del self.others[len(found) - 1 :]
+        for seq, one in zip([self, *self.others], found, strict=True):
+            seq.score = one.score
+            seq.append(one.tokens)
+            if not seq.finished:  # the rules left no text at all
+                seq.finish("length")
 
     def visible_text(self) -> str:
         """The text so far that can be shown: nothing in it will be taken back."""

@@ -117,7 +117,7 @@ DW_API void dw_silu_mul(const float* gate_up, int64_t rows, int64_t n, float* ou
 
 DW_API void dw_top_k(const float* x, int64_t rows, int64_t n, int64_t stride, int k, float* values,
                      int64_t* indices, int threads) {
-    for_rows(rows, n / 4, threads, [&](int64_t r) {
+    for_rows(rows, n / 64, threads, [&](int64_t r) {
         top_k_row(x + r * stride, n, k, values + r * k, indices + r * k);
     });
 }
@@ -125,7 +125,7 @@ DW_API void dw_top_k(const float* x, int64_t rows, int64_t n, int64_t stride, in
 // The same, with probabilities in the place of values.
 DW_API void dw_top_shares(const float* x, int64_t rows, int64_t n, int64_t stride, int k,
                           float* shares, int64_t* indices, int threads) {
-    for_rows(rows, 2 * n, threads, [&](int64_t r) {
+    for_rows(rows, n / 32, threads, [&](int64_t r) {
         float* out = shares + r * k;
         top_k_row(x + r * stride, n, k, out, indices + r * k);
         const float whole = log_sum_row(x + r * stride, n, out[0]);

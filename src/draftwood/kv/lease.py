@@ -21,7 +21,8 @@ class Lease:
 
     Lemma. A path is an increasing sequence of node indices that starts at 0, so `path[i] >= i`: an
     accepted node only ever moves down, onto a slot that is not needed any more. Moving in ascending
-    order in place is therefore safe.
+    order in place is therefore safe. It holds for any increasing sequence, so a set of nodes can be
+    kept as well: beams whose texts have parted share one lease.
 
     Attributes:
         length: tokens whose KV the target has computed.
@@ -100,15 +101,17 @@ class Lease:
             return slice(base + start, base + stop)
         return self._slot_index()[start:stop]
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], tail: int = 0) -> None:
         """Keeps the KV of the nodes on `path`, in the target's plane, and drops the other nodes.
 
         Args:
             path: node indices of the last round, increasing from 0.
+            tail: how many of the last ones stay uncommitted: they lie in order behind the new
+                length, where a later tree may go on from them.
         """
         self._gather(self._pool.target, self.length, path)
-        self.length += len(path)
-        self._poison(self._pool.target, self.length)
+        self.length += len(path) - tail
+        self._poison(self._pool.target, self.length + tail)
 
     def commit_draft(self, start: int, path: Sequence[int]) -> None:
         """The same for the draft's plane, whose nodes lie from position `start` on."""

@@ -33,6 +33,13 @@ class SamplingParams:
             None reports nothing. They are the model's own, before penalties and temperature.
         prompt_logprobs: the same for the prompt's tokens.
         n: how many outputs to generate; they share the prompt's KV. Output i uses seed + i.
+        num_beams: above 1 searches for the likeliest text with so many beams, as transformers'
+            `generate(num_beams=...)` does, instead of taking the likeliest token each time.
+        length_penalty: with beams: a text's log-probability is divided by its length to this
+            power; above 0 favours long texts; -10 to 10.
+        early_stopping: with beams: True ends as soon as `num_beams` texts have ended; False also
+            when no beam is likely to get better; "never" only when none can.
+        num_return_sequences: with beams: how many of the best texts to return.
         seed: of the noise. The same model, prompt, parameters and seed give the same text.
             None draws a fresh seed for each request, shown in its output.
         stop: generation ends before the first of these strings.
@@ -60,6 +67,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    num_return_sequences: int = 1
     seed: int | None = None
     stop: str | tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -78,6 +89,7 @@ class SamplingParams:
         self._check_counts()
         self._check_probabilities()
         self._check_penalties()
+        self._check_beams()
         _require(all(self.stop), "stop", self.stop, "non-empty strings")
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1"
@@ -126,6 +138,40 @@ class SamplingParams:
             )
             _require(bias < math.inf, "logit_bias", bias, "made of numbers below infinity")
         _require(all(self.bad_words), "bad_words", self.bad_words, "non-empty strings")
+
+    def _check_beams(self) -> None:
+        _require(self.num_beams >= 1, "num_beams", self.num_beams, "at least 1")
+        _require(
+            -10 <= self.length_penalty <= 10,
+            "length_penalty",
+            self.length_penalty,
+            "from -10 to 10",
+        )
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(known, "early_stopping", self.early_stopping, "True, False or 'never'")
+        _require(
+            1 <= self.num_return_sequences <= self.num_beams,
+            "num_return_sequences",
+            self.num_return_sequences,
+            "from 1 to num_beams",
+        )
+        if self.num_beams > 1:
+            self._refuse_with_beams()
+
+    def _refuse_with_beams(self) -> None:
+        """Beams compare whole texts: what picks or reports single tokens has no meaning there."""
+        for name, neutral, advice in (
+            ("temperature", 0.0, "beams do not sample: set temperature to 0"),
+            ("n", 1, "use num_return_sequences for several texts"),
+            ("stop", (), "beams end at tokens: use stop_token_ids"),
+            ("logprobs", None, "a beam's output has a score instead: leave logprobs out"),
+            ("prompt_logprobs", None, "ask for them in a request without beams"),
+        ):
+            value = getattr(self, name)
+            if value != neutral:
+                raise ConfigError(
+                    f"num_beams is {self.num_beams} and {name} is {value!r}: {advice}"
+                )
 
     def _check_probabilities(self) -> None:
         _require(

@@ -85,8 +85,13 @@ class TokenTree:
             node = self.parents[node]
         return tuple(reversed(path))
 
-    def mask(self) -> NDArray[np.bool_]:
-        """[T, T] booleans: row i sees column j when j is an ancestor of i, or i itself."""
+    def mask(self, first: int = 0) -> NDArray[np.bool_]:
+        """[T - first, T] booleans, for the nodes from `first` on: who is an ancestor, or itself."""
+        if first > 0:
+            rows = np.zeros((len(self) - first, len(self)), dtype=np.bool_)
+            for row, node in zip(rows, range(first, len(self)), strict=True):
+                row[list(self.path(node))] = True
+            return rows
         mask = np.eye(len(self), dtype=np.bool_)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node, :node] = mask[parent, :node]
