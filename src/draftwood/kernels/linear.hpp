@@ -163,6 +163,46 @@ static void group_kernel(const uint8_t* w, int quads, const act_t* x, size_t ldx
     }
 }
 
+// The same for 4-bit weights, which are spread in registers; also times the channels' `group_scale`.
+template <int MR>
+static void group_kernel4(const uint8_t* w, int quads, const act_t* x, size_t ldx,
+                          const int32_t* fix, const float* scale, size_t ldg,
+                          const float* group_scale, float* acc) {
+    __m512i c[MR][4];
+    DW_UNROLL for (int r = 0; r < MR; ++r)
+        DW_UNROLL for (int t = 0; t < 4; ++t) c[r][t] = _mm512_set1_epi32(fix[r * ldg] / 16);
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int k = 0; k < quads; k += 2) {
+        const uint8_t* p = w + 128 * k;
+        prefetch4(p + 128 * quads);
+        __m512i even[MR], odd[MR];
+        DW_UNROLL for (int r = 0; r < MR; ++r) {
+            int32_t four[2];
+            std::memcpy(four, x + r * ldx + 4 * k, 8);
+            even[r] = _mm512_set1_epi32(four[0]);
+            odd[r] = _mm512_set1_epi32(four[1]);
+        }
+        DW_UNROLL for (int t = 0; t < 4; ++t) {
+            const __m512i both = _mm512_loadu_si512(p + 64 * t);
+            const __m512i first = _mm512_and_si512(both, low);
+            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+            DW_UNROLL for (int r = 0; r < MR; ++r) {
+                dot4(c[r][t], first, even[r]);
+                dot4(c[r][t], second, odd[r]);
+            }
+        }
+    }
+    DW_UNROLL for (int t = 0; t < 4; ++t) {
+        const __m512 g = _mm512_loadu_ps(group_scale + 16 * t);
+        DW_UNROLL for (int r = 0; r < MR; ++r) {
+            float* y = acc + r * kTile + 16 * t;
+            const __m512 s = _mm512_set1_ps(scale[r * ldg]);
+            const __m512 sums = _mm512_mul_ps(_mm512_cvtepi32_ps(c[r][t]), s);
+            _mm512_storeu_ps(y, _mm512_fmadd_ps(sums, g, _mm512_loadu_ps(y)));
+        }
+    }
+}
+
 #elif defined(DW_AVXVNNI)
 
 DW_INLINE void dot4(__m256i& c, __m256i w, __m256i x) {
@@ -310,6 +350,25 @@ DW_INLINE void spread4(const uint8_t* packed, int bytes, uint8_t* out) {
     }
 }
 
+#if defined(DW_AVX512)
+constexpr int kRows4 = 4;  // rows up to which spreading in registers is faster than in memory
+
+DW_INLINE void group_sums4(const uint8_t* packed, int g, const Quantised& q, int row0, int rows,
+                           const float* scales, float* acc) {
+    const int begin = g * q.group, quads = (std::min(begin + q.group, q.k) - begin) / 4;
+    const size_t row = row0;
+    const act_t* x = q.x + row * q.k + begin;
+    const int32_t* fix = q.fix + row * q.groups + g;
+    const float* scale = q.scale + row * q.groups + g;
+    switch (rows) {
+        case 1: return group_kernel4<1>(packed, quads, x, q.k, fix, scale, q.groups, scales, acc);
+        case 2: return group_kernel4<2>(packed, quads, x, q.k, fix, scale, q.groups, scales, acc);
+        case 3: return group_kernel4<3>(packed, quads, x, q.k, fix, scale, q.groups, scales, acc);
+        default: return group_kernel4<4>(packed, quads, x, q.k, fix, scale, q.groups, scales, acc);
+    }
+}
+#endif
+
 // `tile_sums` for 4-bit weights.
 static void tile_sums4(const Packed& p, int tile, const Quantised& q, int row0, int rows,
                        float* acc) {
@@ -320,6 +379,13 @@ static void tile_sums4(const Packed& p, int tile, const Quantised& q, int row0, 
     std::memset(acc, 0, sizeof(float) * kTile * rows);
     for (int g = 0; g < q.groups; ++g, scales += kTile) {
         const int bytes = std::min(q.group, q.k - g * q.group) * kTile / 2;
+#if defined(DW_AVX512)
+        if (rows <= kRows4) {
+            group_sums4(packed, g, q, row0, rows, scales, acc);
+            packed += bytes;
+            continue;
+        }
+#endif
         spread4(packed, bytes, w);
         packed += bytes;
         std::memset(sums, 0, sizeof(float) * kTile * rows);
