@@ -10,7 +10,7 @@ import pytest
 
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams
-from tests.kv.conftest import Redis
+from tests.redis_server import Redis
 from tests.tiny import CountingModel, TinyLLM, distinct, hf_model, random_prompts, tiny_llm
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)

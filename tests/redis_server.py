@@ -1,13 +1,11 @@
-"""A real Redis server, started once, on a socket of its own."""
+"""A real Redis server on a socket of its own; the fixtures are in conftest.py."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,30 +74,3 @@ def need_redis() -> None:
         if os.environ.get("DRAFTWOOD_REQUIRE_SERVICES"):
             pytest.fail(reason)
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def _shared_redis() -> Iterator[Redis]:
-    need_redis()
-    with tempfile.TemporaryDirectory(prefix="dw-") as folder:
-        server = Redis(Path(folder)).start()
-        yield server
-        server.kill()
-
-
-@pytest.fixture
-def redis_server(_shared_redis: Redis) -> Iterator[Redis]:
-    """An empty server that this test leaves running."""
-    with _shared_redis.client() as client:
-        client.flushall()
-    return _shared_redis
-
-
-@pytest.fixture
-def own_redis() -> Iterator[Redis]:
-    """A server of this test's own, not started yet: it may be killed."""
-    need_redis()
-    with tempfile.TemporaryDirectory(prefix="dw-") as folder:
-        server = Redis(Path(folder))
-        yield server
-        server.kill()
