@@ -12,6 +12,7 @@ from draftwood.kv.tiers.record import Block, Labels, encode
 from draftwood.kv.tiers.tier import Tier
 
 _BATCH_BYTES = 8 << 20
+_JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,9 @@ class Writer:
             self._num_bytes -= sum(job.num_bytes for job in self._jobs)
             self._jobs.clear()
             self._changed.notify_all()
+        # A thread that is still in native code when the interpreter ends may abort the process.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         while batch := self._next_batch():
