@@ -123,8 +123,11 @@ class Scheduler:
         most = min(self._config.max_num_seqs, self._config.max_batch_tokens)
         while self._waiting and len(self._running) < most:
             seq = self._waiting.popleft()
-            if _waits_for_parent(seq) or self._waits_for_store(seq):
+            if _waits_for_parent(seq):
                 held_back.append(seq)
+            elif self._waits_for_store(seq):
+                held_back.append(seq)
+                most -= 1  # its place is kept
             else:
                 self._start(seq)
         self._waiting.extendleft(reversed(held_back))

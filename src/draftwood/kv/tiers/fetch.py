@@ -82,8 +82,12 @@ class Fetch:
         self._moved_s = monotonic()
         self._asked: Tier | None = None
         self._over = not keys or not any(tier.reads.allows for tier in plan.tiers)
+        self._thread: threading.Thread | None = None
         if not self._over:
-            threading.Thread(target=self._run, name="draftwood-kv-reader", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._run, name="draftwood-kv-reader", daemon=True
+            )
+            self._thread.start()
 
     @property
     def ready(self) -> bool:
@@ -103,6 +107,11 @@ class Fetch:
         """Ends it: nobody wants the blocks any more."""
         with self._moved:
             self._over = True
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until its thread has ended, at most so long."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(timeout_s, 0.0))
 
     def take(self) -> list[Restored]:
         """The blocks that came in time, in order; they are handed out once."""
@@ -128,9 +137,9 @@ class Fetch:
         with self._moved:
             self._over = True
             self._moved.notify_all()
-        for i, read in asked:  # what the engine need not wait for
+        for i, read in asked:
             if read:
-                self._afterwards(i, read)
+                self._keep(i, read)
 
     def _ask(self, number: int, tier: Tier, found: int) -> list[_Read]:
         """Reads on from block `found` as far as one tier goes."""
@@ -143,6 +152,9 @@ class Fetch:
         except Exception as error:  # whatever a store does, it is a miss
             if not self._over:
                 tier.reads.failed(error)
+        tier.count(num_hits=len(read), bytes_read=sum(one.num_bytes for one in read))
+        for one in read:
+            tier.note(one.key, one.has_draft)
         return read
 
     def _read(self, number: int, found: int, read: list[_Read]) -> None:
@@ -183,11 +195,9 @@ class Fetch:
             self._asked = tier
             self._moved_s = monotonic()
 
-    def _afterwards(self, number: int, read: Sequence[_Read]) -> None:
+    def _keep(self, number: int, read: Sequence[_Read]) -> None:
+        """Keeps what was read for longer, in faster tiers too; the engine need not wait for it."""
         tier = self._plan.tiers[number]
-        tier.count(num_hits=len(read), bytes_read=sum(one.num_bytes for one in read))
-        for one in read:
-            tier.note(one.key, one.has_draft)
         if number:
             self._plan.promote(number, [(one.key, one.record, one.has_draft) for one in read])
         try:

@@ -75,14 +75,14 @@ class RedisStore(BlockStore):
                 pipe.set(self._name(key), record, px=self._ttl_ms, nx=not replace)
                 if not replace and self._ttl_ms is not None:
                     pipe.pexpire(self._name(key), self._ttl_ms)
-            pipe.execute()
+            _execute(pipe)
 
     def run(self, keys: Sequence[bytes]) -> int:
         """See `BlockStore`."""
         with self._errors(), self._reading.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.exists(self._name(key))
-            found = pipe.execute()
+            found = _execute(pipe)
         return next((i for i, count in enumerate(found) if not count), len(keys))
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -92,7 +92,7 @@ class RedisStore(BlockStore):
         with self._errors(), self._writing.pipeline(transaction=False) as pipe:
             for key in reversed(keys):
                 pipe.pexpire(self._name(key), self._ttl_ms)
-            pipe.execute()
+            _execute(pipe)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `BlockStore`."""
@@ -123,7 +123,7 @@ class RedisStore(BlockStore):
             with self._errors(), self._writing.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.strlen(name)
-                sizes.extend(size for size in pipe.execute() if size)
+                sizes.extend(size for size in _execute(pipe) if size)
         with self._errors():
             limit = self._writing.info("memory").get("maxmemory") or None
         return StoreStats(self.name, self._place, len(sizes), sum(sizes), limit, self._ttl_s)
@@ -175,6 +175,15 @@ class RedisStore(BlockStore):
             yield
         except (self._redis.RedisError, OSError, ValueError) as error:
             raise StoreError(f"Redis at {self._place}: {first_line(error)}") from error
+
+
+def _execute(pipe: Any) -> list[Any]:
+    """The answers of a pipeline; raises the first error, without the command and its bytes."""
+    answers: list[Any] = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 def _module() -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from time import monotonic
 
 from draftwood.kv.pool import BlockPool, KVSpec
 from draftwood.kv.prefix import Entry, PrefixIndex
@@ -22,6 +23,7 @@ from draftwood.kv.tiers.writer import Job, Writer
 QUEUE_BYTES = 256 << 20
 CLOSE_S = 10.0
 _MAX_FETCHES = 4
+_JOIN_S = 1.0
 
 
 class KVTiers:
@@ -59,7 +61,8 @@ class KVTiers:
         self.block_bytes = width * block_size
         self._plan = Plan(self.tiers, timeout_s, self.block_bytes, self._accept, self._promote)
         # Also when the interpreter ends: what is queued is still written.
-        self._closer = weakref.finalize(self, _close, self._writer, tuple(stores))
+        self._fetches: weakref.WeakSet[Fetch] = weakref.WeakSet()
+        self._closer = weakref.finalize(self, _close, self._fetches, self._writer, tuple(stores))
 
     @property
     def counters(self) -> dict[str, TierCounters]:
@@ -68,7 +71,9 @@ class KVTiers:
 
     def fetch(self, keys: Sequence[tuple[bytes, tuple[int, ...]]], start: int) -> Fetch:
         """Begins to read blocks; `start` blocks of their chain are in RAM."""
-        return Fetch(keys, start, self._plan)
+        fetch = Fetch(keys, start, self._plan)
+        self._fetches.add(fetch)
+        return fetch
 
     def save(self, pool: BlockPool, entries: Sequence[tuple[bytes, Entry]]) -> None:
         """Copies blocks that a store lacks, and queues them.
@@ -95,6 +100,7 @@ class KVTiers:
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:
         """Waits until what is queued is written, at most so long; returns whether it is."""
+        _join(self._fetches)
         return self._writer.flush(timeout_s)
 
     def close(self) -> None:
@@ -168,12 +174,12 @@ class TieredPrefix:
             None when it is not time yet: others are being fetched, perhaps the same blocks.
         """
         self._open = [fetch for fetch in self._open if not fetch.ready]
+        if len(self._open) >= _MAX_FETCHES:
+            return None
         keys = self._prefix.keys(tokens[: len(tokens) - 1], salt)
         start = self._prefix.num_known(keys)
         wanted = keys[start:]
         if wanted and any(wanted[0][0] in fetch.keys for fetch in self._open):
-            return None
-        if len(self._open) >= _MAX_FETCHES:
             return None
         fetch = self._tiers.fetch(wanted, start)
         self._open.append(fetch)
@@ -229,7 +235,15 @@ def _copy(pool: BlockPool, entry: Entry) -> Block:
     return Block(entry.tokens, PlaneKV.copy_of(pool.target, slots), draft)
 
 
-def _close(writer: Writer, stores: Sequence[BlockStore]) -> None:
+def _join(fetches: Collection[Fetch]) -> None:
+    """Waits a second at most for readers, which may have something for the writer."""
+    end = monotonic() + _JOIN_S
+    for fetch in list(fetches):
+        fetch.join(end - monotonic())
+
+
+def _close(fetches: Collection[Fetch], writer: Writer, stores: Sequence[BlockStore]) -> None:
+    _join(fetches)
     writer.close(CLOSE_S)
     for store in stores:
         store.close()
