@@ -79,9 +79,10 @@ def test_mistakes_are_one_line(call: Call, command: str, tmp_path: Path) -> None
     file.touch()
     call("kv", command, "--kv-disk", str(file)).assert_mistake("is a file")
     call("kv", command, "--kv-redis", "http://host").assert_mistake("redis://")
+    call("kv", command, "--kv-redis", "redis://host/0?foo=1").assert_mistake("'foo'")
     secret = f"unix://:secret@{tmp_path}/nothing"
     absent = call("kv", command, "--kv-redis", secret)
-    absent.assert_mistake("is it running")
+    absent.assert_mistake("is it there")
     assert "secret" not in absent.err
 
 

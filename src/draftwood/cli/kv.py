@@ -131,7 +131,8 @@ def _stores(disk: str | None, redis: str | None, namespace: str) -> Iterator[lis
     try:
         yield stores
     except StoreError as error:
-        raise StoreError(f"{error}: is it running, and may you use it?") from error
+        reason = str(error).rstrip(".")
+        raise StoreError(f"{reason}: is it there, and may you use it?") from error
     finally:
         for store in stores:
             store.close()

@@ -143,7 +143,10 @@ class RedisStore(BlockStore):
         if not url.startswith("unix"):
             timeouts["socket_connect_timeout"] = connect_s
         try:
-            return redis.Redis.from_url(url, decode_responses=False, retry=retry, **timeouts)
+            client = redis.Redis.from_url(url, decode_responses=False, retry=retry, **timeouts)
+            pool = client.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # unknown options are errors now
+            return client
         except (ValueError, TypeError) as error:
             raise ConfigError(f"kv_redis cannot be used: {first_line(error)}") from error
 
