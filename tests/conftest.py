@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from draftwood.llm import LLM
 from draftwood.models.sources import ModelFiles, resolve
+from tests.redis_server import Redis, need_redis
 
 # Tiny matrices: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(1)
@@ -78,3 +81,30 @@ def real_llm(real_files: ModelFiles) -> LLM:
     """SmolLM2-135M-Instruct in float32 on the CPU, drafter "auto", KV debug mode on."""
     assert real_files.path.is_dir()
     return LLM(REAL_MODEL, device="cpu", dtype="float32", max_model_len=1024)
+
+
+@pytest.fixture(scope="session")
+def _shared_redis() -> Generator[Redis, None, None]:
+    need_redis()
+    with tempfile.TemporaryDirectory(prefix="dw-") as folder:
+        server = Redis(Path(folder)).start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+def redis_server(_shared_redis: Redis) -> Redis:
+    """An empty server that this test leaves running."""
+    with _shared_redis.client() as client:
+        client.flushall()
+    return _shared_redis
+
+
+@pytest.fixture
+def own_redis() -> Generator[Redis, None, None]:
+    """A server of this test's own, not started yet: it may be killed."""
+    need_redis()
+    with tempfile.TemporaryDirectory(prefix="dw-") as folder:
+        server = Redis(Path(folder))
+        yield server
+        server.kill()

@@ -271,6 +271,7 @@ class TinyLLM(LLM):
             block_size=config.block_size,
             debug=True,
         )
+        self.tiers = self._make_tiers()
         self.engine = self.make_engine(self._tiny_drafter(drafter))
 
     def _tiny_drafter(self, drafter: str | Drafter) -> Drafter:

@@ -18,6 +18,13 @@ class EngineConfig:
         block_size: slots of a KV block.
         kv_memory: bytes for KV; None takes what one full context needs, within a quarter of the
             memory that is free.
+        kv_disk: folder that keeps KV for later processes; None for none.
+        kv_disk_bytes: most bytes in it; the least recently used go first.
+        kv_redis: URL of a Redis server that shares KV between processes and machines:
+            redis://..., rediss://... (TLS) or unix://...; None for none.
+        kv_namespace: begins every key in Redis.
+        kv_ttl_s: seconds that unused KV stays on disk and in Redis; None for no limit.
+        kv_timeout_s: the most that disk or Redis may let a request wait for its next answer.
         adaptive: choose tree sizes by measured cost; False verifies all that is proposed.
         debug_kv: fill slots that hold nothing with NaN.
     """
@@ -27,6 +34,12 @@ class EngineConfig:
     max_tree_nodes: int = 32
     block_size: int = 16
     kv_memory: int | None = None
+    kv_disk: str | None = None
+    kv_disk_bytes: int = 8 << 30
+    kv_redis: str | None = None
+    kv_namespace: str = "draftwood"
+    kv_ttl_s: float | None = None
+    kv_timeout_s: float = 0.25
     adaptive: bool = True
     debug_kv: bool = False
 
@@ -36,6 +49,7 @@ class EngineConfig:
             ("max_batch_tokens", 1),
             ("max_tree_nodes", 0),
             ("block_size", 1),
+            ("kv_disk_bytes", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {least}")
@@ -43,3 +57,7 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_memory is {self.kv_memory}: it must be a number of bytes above 0"
             )
+        for name in ("kv_ttl_s", "kv_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"{name} is {seconds}: it must be a number of seconds above 0")

@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError  the architecture cannot be rewound along a tree
     │   └── VocabularyError  two models do not speak the same tokens
     ├── CapacityError        memory, disk or the KV pool is too small for the request
+    ├── StoreError           a store of KV blocks cannot be reached, read or written
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
 A message says what was wrong and what to do about it, in one line. The command line prints it
@@ -52,6 +53,10 @@ class VocabularyError(ModelError):
 
 class CapacityError(DraftwoodError):
     """Memory, disk or the KV pool is too small for what was asked."""
+
+
+class StoreError(DraftwoodError):
+    """A store of KV blocks that does not work now. An engine goes on without it."""
 
 
 class MissingExtraError(DraftwoodError, ImportError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,6 +19,7 @@ from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
 from draftwood.kv import BlockPool
+from draftwood.kv.tiers import KVTiers, Labels, make_tiers
 from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
 from draftwood.models.memory import available_bytes
@@ -94,6 +95,8 @@ class LLM:
             models above 300 M parameters on a CPU.
         draft_quantization: the same for the draft model; None takes 4 bits on a CPU.
         max_model_len: cap on the sequence length.
+        kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_ttl_s: where KV is kept and for how long;
+            see `EngineConfig`, whose values they replace.
         config: further limits and switches.
         progress: told about downloads and conversions.
 
@@ -115,12 +118,24 @@ class LLM:
         quantization: str | None = None,
         draft_quantization: str | None = None,
         max_model_len: int | None = None,
+        kv_memory: int | None = None,
+        kv_disk: str | os.PathLike[str] | None = None,
+        kv_disk_bytes: int | None = None,
+        kv_redis: str | None = None,
+        kv_ttl_s: float | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
         drafter = _drafter_choice(drafter, draft)
         placement = Placement(_device(device), _dtype(dtype), quantization, max_model_len)
-        self.config = config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV")))
+        self.config = _with(
+            config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV"))),
+            kv_memory=kv_memory,
+            kv_disk=None if kv_disk is None else os.fspath(kv_disk),
+            kv_disk_bytes=kv_disk_bytes,
+            kv_redis=kv_redis,
+            kv_ttl_s=kv_ttl_s,
+        )
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
@@ -132,11 +147,30 @@ class LLM:
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             shared = shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
         self.pool = self._make_pool()
+        self.tiers = self._make_tiers()
         self.engine = self.make_engine(self._make_drafter(drafter, shared))
 
     def make_engine(self, drafter: Drafter) -> Engine:
-        """Another engine on the same weights and KV memory, with another drafter."""
-        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config)
+        """Another engine on the same weights and KV memory, with another drafter.
+
+        Close it when it is done: until then its cached prefixes take memory from the others.
+        """
+        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config, self.tiers)
+
+    def close(self) -> None:
+        """Ends all requests, frees their KV, and writes what is still on its way to the stores.
+
+        That takes ten seconds at most. An `LLM` is also a context manager that does this.
+        """
+        self.engine.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -250,6 +284,10 @@ class LLM:
         assert self.draft_model is not None
         return ModelDrafter(self.draft_model, self.pool, shared)
 
+    def _make_tiers(self) -> KVTiers | None:
+        draft = self.draft_model.spec.kv_identity if self.draft_model else ""
+        return make_tiers(self.config, self.pool, Labels(self.model.spec.name, draft))
+
     def _make_pool(self) -> BlockPool:
         target = self.model.spec.kv
         draft = self.draft_model.spec.kv if self.draft_model else None
@@ -305,6 +343,11 @@ def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | D
             f"a draft model is given but drafter is {drafter!r}: use 'auto' or 'model'"
         )
     return drafter
+
+
+def _with(config: EngineConfig, **given: Any) -> EngineConfig:
+    """The settings with what was given, which is what is not None."""
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _device(name: str | None) -> torch.device:

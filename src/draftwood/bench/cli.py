@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
 from draftwood.errors import ConfigError
 
@@ -202,6 +203,7 @@ def quality(
 
 
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
+app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

@@ -59,8 +59,7 @@ class EngineContender:
                 self.engine.step()
             end, cpu = perf_counter(), process_time() - cpu
         finally:
-            self.engine.abort(seq)
-            self.engine.prefix.clear()
+            self.engine.close()
             self.engine.observers.clear()
         return _engine_run(seq, begin, end, cpu, timer, depths)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from draftwood.bench.cost import CostPoint
+from draftwood.cache import human_bytes
+
+if TYPE_CHECKING:
+    from draftwood.bench.kv import KVPoint
 
 _WIDTH = 118
 _BUSY = 0.1
@@ -163,6 +167,29 @@ def cost_table(points: Sequence[CostPoint]) -> RenderableType:
         cells = [by_place.get((context, rows)) for context in contexts]
         table.add_row(str(rows), *(_cost(cell) for cell in cells))
     return titled("Milliseconds to verify n rows (in plain steps)", table)
+
+
+def kv_table(points: Sequence[KVPoint]) -> RenderableType:
+    """Time to first token by tier, beside what moving the bytes takes."""
+    table = Table()
+    table.add_column("from")
+    for column in ("cached", "ms", "x cold", "read", "floor ms", "bandwidth", "same token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        floor = point.floor_s
+        speed = f"{human_bytes(round(point.num_bytes / floor))}/s" if floor else ""
+        table.add_row(
+            point.tier,
+            str(point.num_cached_tokens),
+            f"{1000 * point.ttft_s:.1f}",
+            f"{point.speedup:.1f}",
+            human_bytes(point.num_bytes) if point.num_bytes else "",
+            "" if floor is None else f"{1000 * floor:.1f}",
+            speed,
+            "yes" if point.same_token else "no",
+        )
+    num_tokens = points[0].num_tokens if points else 0
+    return titled(f"Time to the first token of {num_tokens} tokens", table)
 
 
 def _cost(point: CostPoint | None) -> str:

@@ -15,6 +15,7 @@ from draftwood.cli.chat import chat
 from draftwood.cli.demo import demo
 from draftwood.cli.doctor import doctor
 from draftwood.cli.generate import generate
+from draftwood.cli.kv import app as kv
 from draftwood.cli.options import example
 from draftwood.cli.pull import pull
 from draftwood.errors import DraftwoodError
@@ -43,6 +44,7 @@ app.command(epilog=example("draftwood pull smollm2-135m"))(pull)
 app.command(epilog=example("draftwood doctor"))(doctor)
 app.command(epilog=example("draftwood demo"))(demo)
 app.add_typer(bench, name="bench")
+app.add_typer(kv, name="kv")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -37,6 +37,8 @@ def chat(
     quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = None,
+    kv_disk: opt.KVDisk = None,
+    kv_redis: opt.KVRedis = None,
     max_tokens: opt.MaxTokens = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
@@ -64,6 +66,8 @@ def chat(
         quantization=quantization,
         max_model_len=max_model_len,
         kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_redis=kv_redis,
     )
     params = opt.sampling_params(
         max_tokens=max_tokens,
@@ -78,7 +82,8 @@ def chat(
     if not llm.tokenizer.has_chat_template:
         raise PromptError(f"{model} has no chat template: use  draftwood generate {model}")
     view = _View(stats=stats, show_tree=show_tree, as_json=as_json)
-    _Chat(llm, params, system, view).run()
+    with llm:
+        _Chat(llm, params, system, view).run()
 
 
 @dataclass(frozen=True, slots=True)

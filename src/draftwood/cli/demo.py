@@ -98,8 +98,10 @@ def demo(
     params = opt.sampling_params(max_tokens=max_tokens or _DEFAULT_TOKENS)
     llm, _ = timed_load(options)
     screen = _Screen(hidden=as_json, begin=begin)
-    stage = _Stage(llm, params, screen)
-    results = [stage.play(case) for case in _CASES]
+    with llm:
+        stage = _Stage(llm, params, screen)
+        results = [stage.play(case) for case in _CASES]
+        stage.close()
     if as_json:
         print(json.dumps([result.record() for result in results], ensure_ascii=False))
     else:
@@ -218,6 +220,10 @@ class _Stage:
             plain=self._run("plain", self._plain, ids),
             speculative=self._run("speculative", self._speculative, ids),
         )
+
+    def close(self) -> None:
+        """Gives back the KV of the engine that was made for this."""
+        self._plain.close()
 
     def _run(self, title: str, engine: Engine, ids: Sequence[int]) -> RequestOutput:
         self._screen.run(title)

@@ -67,6 +67,8 @@ def generate(
     quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = None,
+    kv_disk: opt.KVDisk = None,
+    kv_redis: opt.KVRedis = None,
     max_tokens: opt.MaxTokens = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
@@ -98,6 +100,8 @@ def generate(
         quantization=quantization,
         max_model_len=max_model_len,
         kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_redis=kv_redis,
     )
     prompts = read_prompts(prompt, prompt_file)
     params = opt.sampling_params(
@@ -117,11 +121,11 @@ def generate(
     if show_tree and any(own.num_beams > 1 for own in all_params):
         raise ConfigError("--show-tree shows drafted trees, and beams draft none: leave one out")
     llm, load_s = timed_load(model_options)
-    requests = [
-        _request(llm, one, own, chat=chat, system=system)
-        for one, own in zip(prompts, all_params, strict=True)
-    ]
-    with observe(llm, show_tree=show_tree) as timer:
+    with llm, observe(llm, show_tree=show_tree) as timer:
+        requests = [
+            _request(llm, one, own, chat=chat, system=system)
+            for one, own in zip(prompts, all_params, strict=True)
+        ]
         transcript = Transcript(requests, hidden=as_json or show_tree)
         run = complete(llm.engine, requests, transcript.add)
     if as_json:

@@ -23,6 +23,7 @@ _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _MODEL = "Model"
 _SAMPLING = "Sampling"
 _OUTPUT = "Output"
+_KV = "KV cache"
 
 ModelName = Annotated[
     str,
@@ -81,8 +82,28 @@ KVMemory = Annotated[
     typer.Option(
         help="Memory for KV: 512M, 2G (powers of 1024). Default: one full context, within a "
         "quarter of what is free.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=_KV,
     ),
+]
+KVDisk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder that keeps KV: a prompt that begins like an earlier one starts sooner.",
+        rich_help_panel=_KV,
+    ),
+]
+KVRedis = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="A Redis server that shares KV: redis://host:6379/0, rediss://... or unix:///socket.",
+        rich_help_panel=_KV,
+    ),
+]
+KVNamespace = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Begins every key in Redis.", rich_help_panel=_KV),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -192,6 +213,8 @@ class ModelOptions:
     quantization: str | None = None
     max_model_len: int | None = None
     kv_memory: str | None = None
+    kv_disk: str | None = None
+    kv_redis: str | None = None
     config: EngineConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,7 +222,12 @@ class ModelOptions:
             if name is not None and is_nothing(name):
                 resolve(name)  # says so, before the seconds that torch takes to import
         memory = None if self.kv_memory is None else parse_bytes("kv-memory", self.kv_memory)
-        config = EngineConfig(kv_memory=memory, max_tree_nodes=self.tree_nodes)
+        config = EngineConfig(
+            kv_memory=memory,
+            kv_disk=self.kv_disk,
+            kv_redis=self.kv_redis,
+            max_tree_nodes=self.tree_nodes,
+        )
         object.__setattr__(self, "config", config)
 
 

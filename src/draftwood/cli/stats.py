@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from draftwood.cache import human_bytes
+
 if TYPE_CHECKING:
     from draftwood.engine.observers import RoundTimer
+    from draftwood.kv.tiers import TierCounters
     from draftwood.llm import LLM, RequestOutput
 
 
@@ -30,6 +33,7 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
         "seed": output.seed,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": metrics.num_cached_tokens,
+        "cached_by_tier": dict(metrics.cached_by_tier),
         "num_tokens": len(output.token_ids),
         "num_rounds": metrics.num_rounds,
         "num_draft_tokens": metrics.num_draft_tokens,
@@ -64,6 +68,7 @@ def engine_record(llm: LLM, timer: RoundTimer) -> dict[str, Any]:
     return {
         "time_shares": timer.shares(),
         "tree_sizes": {str(size): sizes[size] for size in sorted(sizes)},
+        "kv_tiers": {name: asdict(one) for name, one in _tiers(llm).items()},
     }
 
 
@@ -78,17 +83,47 @@ def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -
     if shares := timer.shares():
         parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         lines.append(f"time: {parts}")
+    lines.extend(_tier_line(name, counters) for name, counters in _tiers(llm).items())
     return lines
+
+
+def _tiers(llm: LLM) -> dict[str, TierCounters]:
+    return llm.tiers.counters if llm.tiers else {}
+
+
+def _tier_line(name: str, counters: TierCounters) -> str:
+    """Blocks read and written at one tier, and what went wrong there, if anything did."""
+    troubles = {
+        "dropped": counters.num_dropped,
+        "damaged": counters.num_corrupt,
+        "late": counters.num_late,
+        "failed calls": counters.num_failures,
+    }
+    return f"KV on {name}: " + ", ".join(
+        [
+            f"{counters.num_hits} blocks restored ({human_bytes(counters.bytes_read)})",
+            f"{counters.num_stored} written ({human_bytes(counters.bytes_written)})",
+            *(f"{count} {what}" for what, count in troubles.items() if count),
+        ]
+    )
 
 
 def _speed(outputs: Sequence[RequestOutput]) -> list[str]:
     return [
         f"{output.request_id}: prompt {len(output.prompt_token_ids)} tokens"
-        f" ({output.metrics.num_cached_tokens} cached), {_first(output)},"
+        f" ({_cached(output)}), {_first(output)},"
         f" then {len(output.token_ids)} tokens at {tokens_per_s(output):.1f} tokens/s"
         f" ({output.finish_reason})"
         for output in outputs
     ]
+
+
+def _cached(output: RequestOutput) -> str:
+    """How many prompt tokens were cached, and where, when some were not in RAM."""
+    metrics = output.metrics
+    parts = [f"{count} from {tier}" for tier, count in metrics.cached_by_tier.items() if count]
+    where = "" if set(metrics.cached_by_tier) <= {"ram"} else f": {', '.join(parts) or 'none'}"
+    return f"{metrics.num_cached_tokens} cached{where}"
 
 
 def _first(output: RequestOutput) -> str:

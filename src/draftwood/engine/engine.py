@@ -28,6 +28,7 @@ from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError
 from draftwood.kernels.ops import argmax
 from draftwood.kv import BlockPool, PrefixIndex
+from draftwood.kv.tiers import KVTiers, TieredPrefix
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
 from draftwood.text import Tokenizer
@@ -43,6 +44,7 @@ class Engine:
         drafter: who proposes; any drafter gives the same text.
         pool: KV memory, with a draft plane if the drafter has a model.
         config: limits and switches.
+        tiers: stores that KV is kept in for longer than this engine lives; None for none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Engine:
         drafter: Drafter,
         pool: BlockPool,
         config: EngineConfig,
+        tiers: KVTiers | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -59,11 +62,12 @@ class Engine:
         self.pool = pool
         self.config = config
         self.observers: list[Observer] = []
-        self.prefix = PrefixIndex(pool, model.spec.fingerprint.encode())
+        self.prefix = PrefixIndex(pool, f"{model.spec.kv_identity}:{pool.block_size}".encode())
+        behind = TieredPrefix(self.prefix, pool, tiers) if tiers else None
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
         cost = cost_model(model, pool) if speculative and config.adaptive else None
         self.controller = Controller(cost, config.max_tree_nodes)
-        self._scheduler = Scheduler(config, self.drafter)
+        self._scheduler = Scheduler(config, self.drafter, behind)
         self._admission = Admission(
             tokenizer,
             model.spec.vocab_size,
@@ -132,6 +136,15 @@ class Engine:
         if not seq.finished:
             seq.finish("abort")
             self._scheduler.retire(seq)
+
+    def close(self) -> None:
+        """Ends all requests and gives every block back to the pool, cached prefixes included.
+
+        An engine on a shared pool must be closed, or its prefixes stay there. It can be used again.
+        """
+        for seq in self._scheduler.unfinished:
+            self.abort(seq)
+        self.prefix.clear()
 
     def step(self) -> list[Sequence]:
         """One round; returns the sequences that got tokens, finished ones included."""

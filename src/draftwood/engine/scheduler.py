@@ -19,6 +19,7 @@ from draftwood.engine.beam import Beams
 from draftwood.engine.sequence import Sequence, Status
 from draftwood.errors import CapacityError
 from draftwood.kv import Lease
+from draftwood.kv.tiers import TieredPrefix
 from draftwood.tree import TokenTree
 
 _MAX_LOGIT_ROWS = 64  # a row of logits takes the vocabulary's size in memory
@@ -52,11 +53,15 @@ class Scheduler:
     Args:
         config: limits.
         drafter: told when a sequence starts and stops.
+        tiers: where KV of earlier processes may be; None for nowhere.
     """
 
-    def __init__(self, config: EngineConfig, drafter: Drafter) -> None:
+    def __init__(
+        self, config: EngineConfig, drafter: Drafter, tiers: TieredPrefix | None = None
+    ) -> None:
         self._config = config
         self._drafter = drafter
+        self._tiers = tiers
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -64,6 +69,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._waiting or self._running)
+
+    @property
+    def unfinished(self) -> tuple[Sequence, ...]:
+        """All sequences that wait or run, in the order of their turns."""
+        return (*self._running, *self._waiting)
 
     def knows(self, request_id: str) -> bool:
         """Whether a waiting or running sequence has this id."""
@@ -75,18 +85,22 @@ class Scheduler:
 
     def retire(self, seq: Sequence) -> None:
         """Lets go of a finished sequence: publishes its KV for reuse and frees the rest."""
+        if seq.fetch is not None:
+            seq.fetch.cancel()
         if seq in self._waiting:
             self._waiting.remove(seq)
             return
         self._running.remove(seq)
         self._drafter.stop(seq)
         seq.lease.truncate(min(seq.lease.length, len(seq.tokens)))
-        seq.lease.publish(seq.tokens)
+        seq.lease.publish(seq.tokens, seq.cache_salt)
         seq.lease.close()
 
     def plan(self, propose: Propose) -> list[Job]:
         """Decides the next forward, with room for all of it reserved."""
         self._admit()
+        while not self._running and self._tiers is not None and self._tiers.wait():
+            self._admit()
         decoding = [seq for seq in self._running if seq.decodes and seq.beams is None]
         sizes = self._sizes(self._config.max_batch_tokens - len(decoding))
         trees = propose(decoding, sum(sizes.values())) if decoding else []
@@ -110,25 +124,44 @@ class Scheduler:
 
     def _admit(self) -> None:
         held_back: list[Sequence] = []
-        while self._waiting and self._has_room(self._waiting[0]):
+        fetching: list[Sequence] = []  # their places are kept
+        while self._waiting and self._has_room([*fetching, self._waiting[0]]):
             seq = self._waiting.popleft()
             if _waits_for_parent(seq):
                 held_back.append(seq)
+            elif self._waits_for_store(seq):
+                held_back.append(seq)
+                fetching.append(seq)
             else:
                 self._start(seq)
         self._waiting.extendleft(reversed(held_back))
 
-    def _has_room(self, seq: Sequence) -> bool:
-        """Whether one more may run: each needs a row of every forward, or one for each beam."""
-        rows = sum(one.params.num_beams for one in (*self._running, seq))
-        return (
-            len(self._running) < self._config.max_num_seqs and rows <= self._config.max_batch_tokens
-        )
+    def _has_room(self, more: Seq[Sequence]) -> bool:
+        """Whether so many more may run: each needs a row of every forward, or one for each beam."""
+        seqs = [*self._running, *more]
+        rows = sum(seq.params.num_beams for seq in seqs)
+        return len(seqs) <= self._config.max_num_seqs and rows <= self._config.max_batch_tokens
+
+    def _waits_for_store(self, seq: Sequence) -> bool:
+        """Whether disk or Redis is still being asked for its KV; the others go on meanwhile."""
+        if self._tiers is None or _shares_parent(seq) or _wants_all_logits(seq):
+            return False
+        if seq.fetch is None:
+            seq.fetch = self._tiers.open(seq.tokens, seq.cache_salt)
+        return seq.fetch is None or not seq.fetch.ready
+
+    def _restore(self, seq: Sequence) -> dict[str, int]:
+        """Takes over what was fetched for it; returns tokens by tier."""
+        fetch, seq.fetch = seq.fetch, None
+        if fetch is None or self._tiers is None:
+            return {}
+        return self._tiers.adopt(fetch, seq.tokens, seq.cache_salt)
 
     def _start(self, seq: Sequence) -> None:
+        restored = self._restore(seq)
         seq.lease = _first_lease(seq)
         if seq.metrics.num_cached_tokens == 0:
-            seq.metrics.num_cached_tokens = min(seq.lease.length, seq.num_prompt_tokens)
+            seq.metrics.count_cached(min(seq.lease.length, seq.num_prompt_tokens), restored)
         seq.status = Status.RUNNING
         self._running.append(seq)
         if seq.beams is None:
@@ -220,13 +253,17 @@ def _waits_for_parent(seq: Sequence) -> bool:
 
 def _first_lease(seq: Sequence) -> Lease:
     """The KV to start from: the parent's, what the prefix index has, or none."""
-    parent = seq.parent
-    fresh = len(seq.tokens) == seq.num_prompt_tokens
-    if parent is not None and not parent.finished and fresh:
+    if _shares_parent(seq) and seq.parent is not None:
         seq.lease.close()
-        return parent.lease.fork(seq.num_prompt_tokens - 1)
+        return seq.parent.lease.fork(seq.num_prompt_tokens - 1)
     # Log-probabilities of the prompt need it computed, whatever is cached.
-    return seq.lease.reopen(() if _wants_all_logits(seq) else seq.tokens)
+    return seq.lease.reopen(() if _wants_all_logits(seq) else seq.tokens, seq.cache_salt)
+
+
+def _shares_parent(seq: Sequence) -> bool:
+    """Whether it starts from the KV of a sequence that runs."""
+    fresh = len(seq.tokens) == seq.num_prompt_tokens
+    return seq.parent is not None and not seq.parent.finished and fresh
 
 
 def _wants_all_logits(seq: Sequence) -> bool:

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from draftwood.engine.beam import Beams
 from draftwood.kv import Lease
+from draftwood.kv.tiers import Fetch
 from draftwood.sampling import Rules, SamplingParams, TokenLogprobs
 from draftwood.sampling.beam import Hypothesis
 from draftwood.text import Detokenizer
@@ -29,6 +30,7 @@ class RequestMetrics:
 
     Attributes:
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        cached_by_tier: the same by where it came from: "ram", "disk", "redis".
         num_rounds: target forwards that decoded for it.
         num_draft_tokens: draft nodes verified.
         num_accepted_tokens: draft nodes that were right.
@@ -37,6 +39,7 @@ class RequestMetrics:
     """
 
     num_cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -44,6 +47,16 @@ class RequestMetrics:
     arrival_s: float = field(default_factory=perf_counter)
     first_token_s: float | None = None
     finish_s: float | None = None
+
+    def count_cached(self, num_tokens: int, restored: dict[str, int]) -> None:
+        """Notes what was cached when the request began; `restored` is what was not in RAM."""
+        self.num_cached_tokens = num_tokens
+        left = num_tokens
+        for tier in reversed(restored):  # the last tier asked had the end of the chain
+            part = min(restored[tier], left)
+            left -= part
+            self.cached_by_tier[tier] = part
+        self.cached_by_tier["ram"] = left
 
     def count_round(self, num_drafted: int) -> None:
         """Adds one verified tree."""
@@ -88,6 +101,7 @@ class Sequence:
         stop_ids: tokens that end the text.
         max_length: most tokens, prompt included.
         rules: what its parameters demand of logits.
+        fetch: reads what disk or Redis has of its tokens; None before it began.
         parent: a sequence with the same prompt, whose KV it shares; None for none.
         stop_reason: the stop string or token that ended it, if one did.
         logprobs: of the output tokens, if the parameters ask for them.
@@ -108,6 +122,7 @@ class Sequence:
     lease: Lease
     rules: Rules
     parent: Sequence | None = None
+    fetch: Fetch | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -134,6 +149,11 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether all that is known is computed but for the root, or the leaves of the beams."""
         return self.num_missing == (self.beams.num_leaves if self.beams else 1)
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Separates tenants in every cache of KV."""
+        return (self.params.cache_salt or "").encode()
 
     @property
     def finished(self) -> bool:

@@ -161,10 +161,14 @@ class BlockPool:
         if self.debug:
             self._poison(freed)
 
+    def slots_of(self, block: int) -> slice:
+        """Where a block's tokens lie."""
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies a block's slots in every plane."""
         for plane in self.planes:
-            plane.copy(self._block_slots(source), self._block_slots(target))
+            plane.copy(self.slots_of(source), self.slots_of(target))
 
     def check(self) -> None:
         """Raises AssertionError when the books do not balance."""
@@ -190,10 +194,7 @@ class BlockPool:
                 start = None
         return -best[1], best[0]
 
-    def _block_slots(self, block: int) -> slice:
-        return slice(block * self.block_size, (block + 1) * self.block_size)
-
     def _poison(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             for plane in self.planes:
-                plane.poison(self._block_slots(block))
+                plane.poison(self.slots_of(block))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import version
 from typing import Protocol
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from draftwood.attention import Batch
 from draftwood.kv import KVSpec, Plane
+
+_KV_FORMAT = 1
+"""Raised when a release computes or lays out KV in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,26 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     quantization: str = "none"
+
+    @property
+    def kv_identity(self) -> str:
+        """Equal where KV is interchangeable: same weights, types, shapes and arithmetic.
+
+        Two machines share KV when their processors have the same instructions; with others, or
+        another version of what computes, the last bits differ, and with them perhaps a text.
+        """
+        kind = self.device.type
+        kernels = torch.backends.cpu.get_cpu_capability() if kind == "cpu" else torch.version.cuda
+        facts = (
+            _KV_FORMAT,
+            self.fingerprint,
+            self.quantization,
+            self.dtype,
+            (self.kv.num_layers, self.kv.num_kv_heads, self.kv.key_dim, self.kv.value_dim),
+            self.kv.dtype,
+            (kind, kernels, version("torch"), version("transformers")),
+        )
+        return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 class Model(Protocol):

@@ -50,6 +50,8 @@ class SamplingParams:
         max_tree_nodes: upper bound on draft nodes a round for this request; None leaves it to
             the engine.
         skip_special_tokens: leave special tokens out of the text.
+        cache_salt: requests reuse each other's KV only where this is equal: give each tenant one,
+            and nobody can learn from response times what others have asked.
     """
 
     max_tokens: int | None = 128
@@ -79,6 +81,7 @@ class SamplingParams:
     speculation: bool = True
     max_tree_nodes: int | None = None
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -1,0 +1,71 @@
+"""`draftwood bench kv`: what a known prefix saves, by where its KV is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftwood.errors import ConfigError
+
+_Model = Annotated[
+    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
+]
+
+
+def kv(
+    model: _Model,
+    tokens: Annotated[int, typer.Option(help="Length of the prefix.", min=1)] = 2000,
+    repeats: Annotated[int, typer.Option(help="Measurements of each.", min=1)] = 3,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="A folder on the disk to measure.", show_default="the temporary folder"),
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a Redis server.", show_default="start redis-server, if installed"
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="int8 or none.", show_default="int8 for large models on a CPU"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+) -> None:
+    """Measure the time to the first token of a prefix: computed, from RAM, disk and Redis.
+
+    Files are pushed out of the system's memory before they are read, where the system can do that. The floor is the time that reading the same bytes takes alone.
+    """  # noqa: E501
+    from draftwood.bench import cli
+    from draftwood.bench import kv as measuring
+    from draftwood.bench.records import open_writer
+    from draftwood.bench.tables import console, kv_table
+
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"disk is {str(disk)!r}, which is no folder: name one that is there")
+    cli._set_threads(threads)
+    with open_writer(out) as writer:
+        llm = cli._load(model, dtype=dtype, device=device, quantization=quantization)
+        writer.write(cli._fingerprint(llm, "kv", repeats=repeats, num_tokens=tokens))
+        points, missing = measuring.measure(
+            llm,
+            tokens,
+            repeats,
+            lambda point: writer.write(point.to_json()),
+            disk=disk,
+            redis=redis,
+        )
+    if as_json:
+        cli._print_json([point.to_json() for point in points])
+        return
+    console().print(kv_table(points))
+    for line in missing:
+        print(f"not measured: {line}")
