@@ -139,16 +139,36 @@ class LLM:
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
-        shared = 0
+        self._shared_tokens = 0
         if draft is not None:
             other = replace(
                 placement, quantization=draft_quantization, max_model_len=None, draft=True
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
-            shared = shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
+            self._shared_tokens = shared_vocabulary(
+                self.tokenizer, Tokenizer.load(draft_files.path)
+            )
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
-        self.engine = self.make_engine(self._make_drafter(drafter, shared))
+        if isinstance(drafter, str):
+            drafter = self.make_drafter(drafter)
+        self.engine = self.make_engine(drafter)
+
+    def make_drafter(self, name: str) -> Drafter:
+        """A fresh drafter for `make_engine`: "auto", "model" or another registered name.
+
+        Raises:
+            ConfigError: there is no such drafter, or it needs a draft model and there is none.
+        """
+        if name not in ("auto", "model"):
+            return load_drafter_class(name)()
+        if name == "model":
+            if self.draft_model is None:
+                raise ConfigError("drafter 'model' needs a draft model: give draft=")
+            return ModelDrafter(self.draft_model, self.pool, self._shared_tokens)
+        if self.draft_model is None:
+            return AutoDrafter()
+        return AutoDrafter(DraftSource(self.draft_model, self.pool, self._shared_tokens))
 
     def make_engine(self, drafter: Drafter) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.
@@ -272,17 +292,6 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _make_drafter(self, drafter: str | Drafter, shared: int) -> Drafter:
-        if isinstance(drafter, Drafter):
-            return drafter
-        if drafter == "auto":
-            model = self.draft_model
-            return AutoDrafter(DraftSource(model, self.pool, shared) if model else None)
-        if drafter != "model":
-            return load_drafter_class(drafter)()
-        assert self.draft_model is not None
-        return ModelDrafter(self.draft_model, self.pool, shared)
 
     def _make_tiers(self) -> KVTiers | None:
         draft = self.draft_model.spec.kv_identity if self.draft_model else ""

@@ -20,7 +20,7 @@ from draftwood.bench.data import BenchPrompt
 from draftwood.bench.difference import Difference, explain
 from draftwood.bench.fingerprint import Neighbours
 from draftwood.bench.records import Run, RunRecord
-from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.base import Drafter
 from draftwood.draft.synthetic import OracleDrafter, RandomDrafter
 from draftwood.errors import ConfigError, DraftwoodError
 from draftwood.llm import LLM
@@ -217,9 +217,7 @@ def make_comparison(
         spec = llm.model.spec
         contenders.append(TransformersContender.load(resolve(model), spec.device, spec.dtype, eos))
     for name in dict.fromkeys(["none", *drafters]):
-        engine = (
-            llm.engine if name == "model" else llm.make_engine(make_drafter(name, llm, answers))
-        )
+        engine = llm.make_engine(make_drafter(name, llm, answers))
         contenders.append(EngineContender(PLAIN if name == "none" else name, engine))
     return Comparison(llm, contenders, params, answers)
 
@@ -234,4 +232,4 @@ def make_drafter(name: str, llm: LLM, answers: Answers) -> Drafter:
         return RandomDrafter(llm.model.spec.vocab_size)
     if name == "oracle":
         return OracleDrafter(answers)
-    return load_drafter_class(name)()
+    return llm.make_drafter(name)

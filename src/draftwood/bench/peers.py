@@ -103,7 +103,7 @@ def our_peers(llm: LLM, drafters: Iterable[str]) -> list[Peer]:
     """
     peers: list[Peer] = []
     for name in dict.fromkeys(["none", *drafters]):
-        engine = llm.engine if name == "model" else llm.make_engine(make_drafter(name, llm, {}))
+        engine = llm.make_engine(make_drafter(name, llm, {}))
         contender = EngineContender(PLAIN if name == "none" else name, engine)
         peers.append(Peer(contender=contender, system=OURS))
     return peers

@@ -219,7 +219,7 @@ def _used() -> list[Finding]:
     return [
         Finding("device", "ok", "cuda" if cuda else "cpu"),
         Finding("weights", "ok", "the model's own type" if cuda else _cpu_weights()),
-        Finding("drafter", "ok", "auto; model when --draft is given"),
+        Finding("drafter", "ok", "auto, with the draft model when --draft is given"),
     ]
 
 

@@ -40,8 +40,8 @@ Draft = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts: auto, suffix, recycling, model or none. "
-        "Default: model with --draft, else auto.",
+        help="Who drafts: auto, lookup, suffix, recycling, model or none. "
+        "Default: auto, which uses the draft model where it pays.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -8,7 +8,7 @@ expected tokens is worth its time (the depth rule of OPT-Tree, arXiv 2406.17276,
 
 The draft's KV lies in its own plane under the same block table as the target's. Reading a long
 prompt into it is an investment: it is made once the rounds that went without it would have paid
-for it (the rule for renting skis: never more than twice the cost of knowing the future).
+for a part of it, as one rents skis for a few days before buying.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _MAX_FORWARDS = 10  # of the draft model in one round
 _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
 _CHUNK = 512
 _COUNTED = 8  # nodes whose scores make up what a round is expected to yield
+_SAVE_UP = (
+    0.3  # share of the cost of reading a context that must have been missed before it is read
+)
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
 
 
@@ -340,7 +343,7 @@ class AutoDrafter(LookupDrafter):
         most = max((gain for gain, _ in places), default=0.0)
         if most <= 0:
             return []
-        asked, gains, cost_rows, credit = [], 0.0, 0, 0.0
+        asked, gains, num_rows, num_unread, credit = [], 0.0, 0, 0, 0.0
         for (seq, growth), (gain, place) in zip(pairs, places, strict=True):
             path = growth.unasked_path(place)
             if gain < most / 4 or len(growth.order) + len(path) > _MAX_ROWS:
@@ -349,20 +352,22 @@ class AutoDrafter(LookupDrafter):
                 continue
             asked.append((seq, growth, path))
             gains += gain
-            cost_rows += len(path) + (0 if growth.order else self._num_unread(seq))
+            num_rows += len(path)
+            num_unread += 0 if growth.order else self._num_unread(seq)
             credit += self._savings[seq.request_id].seconds
         if probe:
             return asked
         expected = sum(growth.expected for _, growth in pairs)
         spent_s = self._clock() - self._began
         worth_s = gains * (self._target_s + spent_s) / expected
-        if worth_s + credit >= self._pace.seconds(cost_rows):
+        price_s = self._pace.seconds(num_rows)
+        reading_s = self._pace.seconds(num_rows + num_unread) - price_s
+        if worth_s + credit >= price_s + _SAVE_UP * reading_s:
             return asked
         # The forward alone may pay while reading the context does not yet: save up for it.
-        bare_s = self._pace.seconds(0)
         for seq, growth, _ in asked:
             if not growth.order:
-                self._savings[seq.request_id].seconds += max(worth_s - bare_s, 0.0) / len(asked)
+                self._savings[seq.request_id].seconds += max(worth_s - price_s, 0.0) / len(asked)
         return []
 
     def _num_unread(self, seq: DraftContext) -> int:

@@ -17,7 +17,7 @@ DEFAULT_GROUP = 128
 
 _SLICE = 128 * TILE
 
-_CUTS = (1.0, 0.92, 0.85, 0.78, 0.7)
+_CUTS = (1.0, 0.88, 0.76)
 """Shares of a group's largest weight that are tried as the end of the 4-bit range."""
 
 
