@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
+from draftwood.grammars import GrammarCompiler
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
@@ -127,7 +129,12 @@ class LLM:
 
     def make_engine(self, drafter: Drafter) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter."""
-        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config)
+        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config, self._grammars)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Compiled grammars, which all engines share."""
+        return GrammarCompiler(self.tokenizer, self.model.spec.vocab_size)
 
     def generate(
         self,

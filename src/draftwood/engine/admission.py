@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError, PromptError
 from draftwood.kv import BlockPool, Lease, PrefixIndex
-from draftwood.sampling import Rules, SamplingParams, make_rules
+from draftwood.sampling import Rules, SamplingParams, StructuredOutputsParams, make_rules
+from draftwood.sampling.grammar import Compiler, Grammar
 from draftwood.text import Detokenizer, Tokenizer
 
 
@@ -22,6 +23,7 @@ class Admission:
         vocab_size: width of the target's logits.
         max_length: the longest sequence that fits the model's positions and the KV pool.
         pool, prefix: where KV will be held.
+        grammars: compiles the grammars of structured output; None refuses them.
     """
 
     tokenizer: Tokenizer
@@ -29,6 +31,7 @@ class Admission:
     max_length: int
     pool: BlockPool
     prefix: PrefixIndex
+    grammars: Compiler | None = None
 
     def make(
         self,
@@ -73,7 +76,16 @@ class Admission:
         for token in params.stop_token_ids:
             self._check_id(token, "stop_token_ids")
         end_ids = self.tokenizer.eos_token_ids | set(params.stop_token_ids)
-        return make_rules(params, sorted(end_ids), self._spellings(params.bad_words))
+        spellings = self._spellings(params.bad_words)
+        return make_rules(params, sorted(end_ids), spellings, self._grammar(params))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured is None:
+            return None
+        if self.grammars is None:
+            raise ConfigError("structured is given, but this engine was made without a compiler")
+        matcher = self.grammars.matcher(StructuredOutputsParams.of(params.structured))
+        return Grammar(matcher, self.tokenizer.eos_token_ids, self.vocab_size)
 
     def _spellings(self, words: Seq[str]) -> list[list[int]]:
         """Token ids of each word, as a text may begin with it and as it stands after a space."""

@@ -34,12 +34,14 @@ class Job:
         work: what to compute.
         tree: what to walk afterwards; None for a chunk that does not reach the prompt's end.
         num_prefill_rows: rows that compute known tokens other than a root.
+        decodes: whether those are tokens that a grammar forced, and not a prompt.
     """
 
     seq: Sequence
     work: Work
     tree: TokenTree | None
     num_prefill_rows: int
+    decodes: bool = False
 
 
 class Scheduler:
@@ -83,10 +85,11 @@ class Scheduler:
     def plan(self, propose: Propose) -> list[Job]:
         """Decides the next forward, with room for all of it reserved."""
         self._admit()
-        decoding = [seq for seq in self._running if seq.num_missing == 1]
-        rows_left = max(self._config.max_batch_tokens - len(decoding), 0)
-        prefills = self._prefill_sizes(rows_left)
-        trees = propose(decoding, sum(prefills.values())) if decoding else []
+        decoding = self._decoding()
+        lag = sum(seq.num_missing - 1 for seq in decoding)
+        rows_left = max(self._config.max_batch_tokens - len(decoding) - lag, 0)
+        prefills = self._prefill_sizes(rows_left, decoding)
+        trees = propose(decoding, sum(prefills.values()) + lag) if decoding else []
         by_id = {seq.request_id: tree for seq, tree in zip(decoding, trees, strict=True)}
         jobs = []
         for seq in list(self._running):
@@ -123,10 +126,25 @@ class Scheduler:
         self._running.append(seq)
         self._drafter.start(seq)
 
-    def _prefill_sizes(self, rows_left: int) -> dict[str, int]:
-        """Rows for each sequence whose known tokens are not all computed, oldest first."""
+    def _decoding(self) -> list[Sequence]:
+        """The sequences that get a tree; where rows are short, forced tokens come first."""
+        ready = [seq for seq in self._running if seq.decodes]
+        spare = self._config.max_batch_tokens - len(ready)
+        decoding = []
+        for seq in ready:
+            lag = seq.num_missing - 1
+            if lag <= max(spare, 0):
+                decoding.append(seq)
+                spare -= lag
+        return decoding
+
+    def _prefill_sizes(self, rows_left: int, decoding: Seq[Sequence]) -> dict[str, int]:
+        """Rows for each other sequence whose known tokens are not all computed, oldest first."""
         sizes = {}
+        decoding_ids = {seq.request_id for seq in decoding}
         for seq in self._running:
+            if seq.request_id in decoding_ids:
+                continue
             size = min(seq.num_missing, rows_left)
             if _wants_all_logits(seq):
                 size = min(size, _MAX_LOGIT_ROWS)
@@ -136,15 +154,18 @@ class Scheduler:
         return sizes
 
     def _decode_job(self, seq: Sequence, tree: TokenTree) -> Job | None:
+        lag = seq.num_missing - 1
         try:
-            seq.lease.reserve(len(tree))
+            seq.lease.reserve(lag + len(tree))
         except CapacityError:
             # A draft is not worth another request's memory.
             tree = TokenTree.root(tree.tokens[0])
-            if not self._reserve(seq, 1):
+            if not self._reserve(seq, lag + 1):
                 return None
-        work = Work(seq.lease, seq.lease.length, tree.tokens, tree, range(len(tree)))
-        return Job(seq, work, tree, 0)
+        start = seq.lease.length
+        whole = tree.below(seq.tokens[start:-1]) if lag else tree
+        work = Work(seq.lease, start, whole.tokens, whole, range(lag, len(whole)))
+        return Job(seq, work, tree, lag, decodes=True)
 
     def _prefill_job(self, seq: Sequence, size: int) -> Job | None:
         if not self._reserve(seq, size):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from draftwood.errors import ConfigError
+from draftwood.sampling.structured import StructuredOutputsParams
 
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
@@ -43,6 +44,8 @@ class SamplingParams:
         max_tree_nodes: upper bound on draft nodes a round for this request; None leaves it to
             the engine.
         skip_special_tokens: leave special tokens out of the text.
+        structured: the form the text must have, or a mapping of its fields: a JSON schema, a
+            regular expression, a choice or a grammar. The text ends where it is complete.
     """
 
     max_tokens: int | None = 128
@@ -68,6 +71,7 @@ class SamplingParams:
     speculation: bool = True
     max_tree_nodes: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -75,6 +79,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        if self.structured is not None:
+            object.__setattr__(self, "structured", StructuredOutputsParams.of(self.structured))
+            _require(
+                not self.ignore_eos,
+                "ignore_eos",
+                True,
+                "False with structured, which says where the text may end",
+            )
         self._check_counts()
         self._check_probabilities()
         self._check_penalties()
