@@ -32,7 +32,12 @@ app = typer.Typer(
     epilog=example("draftwood generate smollm2-135m 'def quicksort('"),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=example("draftwood generate smollm2-135m 'def quicksort(' --stats"))(generate)
+app.command(
+    epilog=example(
+        "draftwood generate smollm2-135m 'def quicksort(' --stats",
+        "draftwood generate smollm2-135m 'Is fire cold?' --chat --choice yes --choice no",
+    )
+)(generate)
 app.command(epilog=example("draftwood chat smollm2-135m --stats"))(chat)
 app.command(epilog=example("draftwood pull smollm2-135m"))(pull)
 app.command(epilog=example("draftwood doctor"))(doctor)

@@ -75,6 +75,10 @@ def generate(
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEOS = False,
+    json_schema: opt.JsonSchema = None,
+    regex: opt.Regex = None,
+    choice: opt.Choice = None,
+    grammar: opt.GrammarFile = None,
     stats: opt.Stats = False,
     show_tree: opt.ShowTree = False,
     as_json: opt.Json = False,
@@ -105,6 +109,7 @@ def generate(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        structured=opt.structured(json_schema, regex, choice, grammar),
     )
     all_params = [_own_params(params, one) for one in prompts]
     llm, load_s = timed_load(model_options)
