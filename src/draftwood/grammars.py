@@ -52,16 +52,12 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
         vocabulary = self._vocabulary
-        inner = _llguidance().LLMatcher(vocabulary, _source(params), log_level=0)
-        if inner.is_error():
-            raise ConfigError(f"structured {_kind(params)} cannot be used: {_reason(inner)}")
-        matcher = LLGuidanceMatcher(inner, self._end_id, self._vocab_size)
         try:
-            satisfiable = matcher.legal().any()
-        except GrammarFailureError as error:
+            inner = _llguidance().LLMatcher(vocabulary, _source(params), log_level=0)
+            matcher = LLGuidanceMatcher(inner, self._end_id, self._vocab_size)
+            matcher.legal()
+        except (ValueError, GrammarFailureError) as error:
             raise ConfigError(f"structured {_kind(params)} cannot be used: {error}") from error
-        if not satisfiable:
-            raise ConfigError(f"structured {_kind(params)} allows no text at all")
         return matcher
 
     @property
@@ -128,6 +124,7 @@ class LLGuidanceMatcher:
 
     def legal(self) -> NDArray[np.bool_]:
         """[vocab_size] booleans. Of several end tokens a complete text is followed by one only."""
+        self._check()
         bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
         self._check()
         if self._inner.is_stopped():
@@ -182,6 +179,8 @@ def _source(params: StructuredOutputsParams) -> str:
 def _reason(inner: Any) -> str:
     """llguidance's error as one line; it adds the grammar and its own state below."""
     text = str(inner.get_error())
+    if "NoExtensionBias" in text:
+        return "it comes to where nothing may follow"
     first = text.strip().splitlines()[0].removesuffix("regex parse error:").rstrip(" :")
     detail = re.search(r"^error: (.+)$", text, re.MULTILINE)
     return f"{first}: {detail[1]}" if detail and first else detail[1] if detail else first

@@ -395,6 +395,40 @@ def test_a_forced_token_costs_no_forward() -> None:
     assert forced["none"] >= 5
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_forced_tokens_stay_within_the_rows_of_a_forward(rows: int) -> None:
+    """Three requests whose forced tokens want rows at the same time: none starves."""
+    sizes: list[int] = []
+
+    class Watch:
+        def on_round(self, round_: Round) -> None:
+            sizes.append(round_.num_rows)
+
+    batch = [params_of("json", "warm").but(seed=seed) for seed in (1, 2, 3)]
+    llm = build("none", max_batch_tokens=rows)
+    llm.engine.observers.append(Watch())
+    assert llm.run([PROMPT] * 3, batch) == [plain(params) for params in batch]
+    assert max(sizes) <= rows
+
+
+@pytest.mark.parametrize("drafter", ["none", "self"])
+def test_drafters_and_observers_hear_of_every_token(drafter: str) -> None:
+    """Forced ones too, or what they index has holes."""
+    heard: list[int] = []
+
+    class Watch:
+        def on_round(self, round_: Round) -> None:
+            for outcome in round_.outcomes:
+                heard.extend(outcome.tokens)
+
+    params = params_of("json", "warm")
+    llm = build(drafter)
+    llm.engine.observers.append(Watch())
+    [output] = llm.outputs([PROMPT], params)
+    assert output.metrics.num_forced_tokens > 0
+    assert heard == plain(params)
+
+
 def test_the_end_is_forced_where_nothing_else_may_come() -> None:
     """A choice between two words takes a choice, and no forward for the end token."""
     params = SamplingParams(max_tokens=20, structured={"choice": ["x", "y"]})
@@ -479,6 +513,19 @@ def test_the_grammar_wins_over_min_tokens_and_bans(drafter: str) -> None:
     )
     [output] = build(drafter).outputs([PROMPT], params)
     assert (output.text, output.finish_reason) == ("dog", "stop")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_all_is_banned_the_models_own_preference_decides(temperature: float) -> None:
+    """Not the order of ids: the bans are undone, for this token only."""
+    letters = [TOKENIZER.encode(letter)[0] for letter in "abcdefgh"]
+    params = SamplingParams(
+        max_tokens=20, temperature=temperature, seed=5, structured={"regex": "[a-h]"}
+    )
+    banned = params.but(logit_bias=dict.fromkeys(letters, -np.inf))
+    [free], [text] = (build("none").run([PROMPT], one) for one in (params, banned))
+    assert text == free
+    assert text[0] in letters[1:], "the first one would be taken by any fault"
 
 
 def test_min_tokens_keeps_a_text_going_that_may_go_on() -> None:

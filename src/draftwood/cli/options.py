@@ -134,7 +134,7 @@ JsonSchema = Annotated[
     typer.Option(
         metavar="FILE|JSON",
         help="The text is JSON that fits this schema, a file or the schema itself; "
-        "'{\"type\": \"object\"}' takes any object.",
+        '\'{"type": "object"}\' takes any object.',
         show_default=False,
         rich_help_panel=_FORM,
     ),

@@ -111,9 +111,9 @@ def _schema(value: object) -> str | bool:
         schema = jsonlib.loads(text)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"structured json is not valid JSON ({error})") from error
-    if not isinstance(schema, dict | bool):
-        raise ConfigError("structured json is no JSON schema: a schema is an object")
-    return text
+    if schema is False or not isinstance(schema, dict | bool):
+        raise ConfigError(f"structured json is {text!r}: a schema that allows a text is an object")
+    return "{}" if schema is True else text
 
 
 def _choices(value: object) -> tuple[str, ...]:
