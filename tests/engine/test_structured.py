@@ -23,7 +23,7 @@ from draftwood.draft.synthetic import ScriptedDrafter
 from draftwood.engine.observers import Round
 from draftwood.engine.scheduler import Scheduler
 from draftwood.grammars import GrammarCompiler
-from draftwood.llm import RequestOutput
+from draftwood.llm import LLM, RequestOutput
 from draftwood.sampling import SamplingParams, StructuredOutputsParams, choose
 from draftwood.sampling.grammar import Grammar, GrammarFailureError
 from draftwood.text import Tokenizer
@@ -381,6 +381,39 @@ def guided_root(grammar: Grammar, tree: TokenTree, output: Sequence[int]) -> Tok
     return fresh.guide(tree, output, 8)
 
 
+class ForcingMatcher:
+    """Allows one token only, for ever."""
+
+    num_consumed = 0
+
+    def fresh(self) -> ForcingMatcher:
+        return ForcingMatcher()
+
+    def consume(self, token: int) -> bool:
+        self.num_consumed += token == 5
+        assert self.num_consumed < 100, "it goes on for ever"
+        return token == 5
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_consumed -= num_tokens
+
+    def legal(self) -> Any:
+        return np.arange(VOCAB) == 5
+
+    def sole(self) -> int:
+        return 5
+
+
+def test_forced_tokens_are_drafted_up_to_the_budget() -> None:
+    """Below every leaf, whatever was drafted there; a grammar may force tokens without end."""
+    grammar = Grammar(ForcingMatcher(), frozenset({EOS}), VOCAB)
+    guided = grammar.guide(TokenTree.chain([7, 5, 5, 8, 5], "x", 0.5), [5], 6)
+    assert guided.tokens == (7, 5, 5, 5, 5, 5, 5)
+    assert guided.sources[1:] == ("grammar",) * 6
+    assert guided.scores == (1.0,) * 7
+    assert len(grammar.guide(TokenTree.root(7), [5], 1)) == 2
+
+
 def test_a_forced_token_costs_no_forward() -> None:
     """As many rounds as there were choices; with and without speculation."""
     params = params_of("json", "greedy")
@@ -397,17 +430,17 @@ def test_a_forced_token_costs_no_forward() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 def test_forced_tokens_stay_within_the_rows_of_a_forward(rows: int) -> None:
-    """Three requests whose forced tokens want rows at the same time: none starves."""
+    """Requests whose forced tokens want rows at the same time: none starves."""
     sizes: list[int] = []
 
     class Watch:
         def on_round(self, round_: Round) -> None:
             sizes.append(round_.num_rows)
 
-    batch = [params_of("json", "warm").but(seed=seed) for seed in (1, 2, 3)]
+    batch = [params_of("json", "warm").but(seed=seed) for seed in (1, 1, 1, 2)]
     llm = build("none", max_batch_tokens=rows)
     llm.engine.observers.append(Watch())
-    assert llm.run([PROMPT] * 3, batch) == [plain(params) for params in batch]
+    assert llm.run([PROMPT] * 4, batch) == [plain(params) for params in batch]
     assert max(sizes) <= rows
 
 
@@ -542,30 +575,36 @@ def test_min_tokens_keeps_a_text_going_that_may_go_on() -> None:
 
 
 class FailingMatcher:
-    """Allows any token, and runs into a limit after some."""
+    """Allows any token, runs into a limit after some, and then fails for ever."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._failed = False
         self.num_consumed = 0
 
     def fresh(self) -> FailingMatcher:
         return FailingMatcher(self._limit)
 
+    def _check(self, limit: int) -> None:
+        self._failed = self._failed or self.num_consumed >= limit
+        if self._failed:
+            raise GrammarFailureError("too complex")
+
     def consume(self, token: int) -> bool:
+        self._check(self._limit + 1)
         self.num_consumed += 1
         return True
 
     def rollback(self, num_tokens: int) -> None:
+        self._check(self._limit + 9)
         self.num_consumed -= num_tokens
 
     def legal(self) -> Any:
-        if self.num_consumed >= self._limit:
-            raise GrammarFailureError("too complex")
+        self._check(self._limit)
         return np.arange(VOCAB) != EOS
 
     def sole(self) -> None:
-        if self.num_consumed > self._limit:
-            raise GrammarFailureError("too complex")
+        self._check(self._limit + 1)
 
 
 class FailingCompiler:
@@ -597,3 +636,19 @@ def test_a_grammar_that_fails_ends_its_own_request_only(
     assert (list(short.token_ids), short.finish_reason) == (wanted[:10], "length")
     assert "too complex" in caplog.text
     assert llm.pool.check() is None
+
+
+# --- a real model ------------------------------------------------------------------------------
+
+
+def test_json_of_a_real_model(real_llm: LLM) -> None:
+    """SmolLM2 with its own tokenizer and the CPU kernels: forced rows in front of trees."""
+    messages = [{"role": "user", "content": "Describe a dog as JSON with name, kind and legs."}]
+    params = SamplingParams(max_tokens=80, structured={"json": SCHEMA})
+    for one in (params, params.but(temperature=0.8, seed=3)):
+        fast = real_llm.chat(messages, one)
+        plainly = real_llm.chat(messages, one.but(speculation=False))
+        assert fast.token_ids == plainly.token_ids
+        assert fast.finish_reason == "stop"
+        assert fits_schema(fast.text)
+        assert fast.metrics.num_forced_tokens + plainly.metrics.num_forced_tokens > 0

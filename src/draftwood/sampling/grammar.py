@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +25,9 @@ from draftwood.tree.token_tree import TreeBuilder
 
 _log = logging.getLogger("draftwood")
 _SOURCE = "grammar"
+
+# A node to add: its index in the draft if it has one, token, score, source, parent, depth.
+_Step = tuple[int | None, int, float, str, int, int]
 
 
 class GrammarFailureError(Exception):
@@ -180,11 +182,18 @@ class _Cursor:
 
     def move(self, tokens: Sequence[int]) -> None:
         """Goes to where exactly `tokens` are consumed, over what both paths have in common."""
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(self.path, tokens, strict=False))
-        self.back(sum(1 for _ in same))
+        self.back(_num_common(self.path, tokens))
         for token in tokens[len(self.path) :]:
             if not self.consume(token):
                 raise GrammarFailureError(f"token {token} is not in the grammar")
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two paths have in common at their beginning."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:  # nearly always, and ten times faster than looking at each
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
 
 
 def _guided(tree: TokenTree, cursor: _Cursor, end_ids: frozenset[int], budget: int) -> TokenTree:
@@ -194,10 +203,7 @@ def _guided(tree: TokenTree, cursor: _Cursor, end_ids: frozenset[int], budget: i
     for node in range(1, len(tree)):
         children.setdefault(tree.parents[node], []).append(node)
 
-    # (node of `tree` or None, token, score, source, parent in the new tree, depth)
-    Step = tuple[int | None, int, float, str, int, int]
-
-    def steps(old: int | None, new: int, depth: int) -> list[Step]:
+    def steps(old: int | None, new: int, depth: int) -> list[_Step]:
         drafted = {tree.tokens[node]: node for node in children.get(old, ())}
         sole = cursor.matcher.sole()
         if sole is None:
