@@ -63,7 +63,7 @@ class Engine:
         self.prefix = PrefixIndex(pool, model.spec.fingerprint.encode())
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
         cost = cost_model(model, pool) if speculative and config.adaptive else None
-        self.controller = Controller(cost, config.max_tree_nodes)
+        self.controller = Controller(cost, config.max_tree_nodes if speculative else 0)
         self._scheduler = Scheduler(config, self.drafter)
         self._admission = Admission(
             tokenizer, model.spec.vocab_size, self.max_length, pool, self.prefix, grammars
