@@ -26,7 +26,7 @@ from draftwood.errors import (
 if TYPE_CHECKING:
     from draftwood.draft.base import Drafter, Outcome
     from draftwood.llm import LLM, Delta, RequestOutput
-    from draftwood.sampling import SamplingParams
+    from draftwood.sampling import SamplingParams, StructuredOutputsParams
     from draftwood.tree import TokenTree
 
 __version__ = "0.1.0"
@@ -46,6 +46,7 @@ __all__ = [
     "PromptError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenTree",
     "UnsupportedModelError",
     "VocabularyError",
@@ -57,6 +58,7 @@ _LAZY = {
     "Delta": "draftwood.llm",
     "RequestOutput": "draftwood.llm",
     "SamplingParams": "draftwood.sampling",
+    "StructuredOutputsParams": "draftwood.sampling",
     "Drafter": "draftwood.draft.base",
     "Outcome": "draftwood.draft.base",
     "TokenTree": "draftwood.tree",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
+from draftwood.grammars import GrammarCompiler
 from draftwood.kv import BlockPool
 from draftwood.kv.tiers import KVTiers, Labels, make_tiers
 from draftwood.models.base import Model
@@ -175,7 +177,20 @@ class LLM:
 
         Close it when it is done: until then its cached prefixes take memory from the others.
         """
-        return Engine(self.model, self.tokenizer, drafter, self.pool, self.config, self.tiers)
+        return Engine(
+            self.model,
+            self.tokenizer,
+            drafter,
+            self.pool,
+            self.config,
+            self.tiers,
+            self._grammars,
+        )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Compiled grammars, which all engines share."""
+        return GrammarCompiler(self.tokenizer, self.model.spec.vocab_size)
 
     def close(self) -> None:
         """Ends all requests, frees their KV, and writes what is still on its way to the stores.

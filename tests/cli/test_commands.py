@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -294,3 +295,53 @@ def test_demo_compares_three_prompts(call: Call, tiny: str, tmp_path: Path) -> N
         assert words in answer.out
     results = call("demo", "--model", str(tmp_path), "--max-tokens", "12", "--json").json
     assert [result["identical"] for result in results] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--choice", "the fox", "--choice", "a dog"], "the fox|a dog"),
+        (["--regex", "[0-9]{3}-[a-c]+d"], "[0-9]{3}-[a-c]+d"),
+        (["--json-schema", '{"enum": ["fox", 12]}'], '"fox"|12'),
+        (["--json-schema", "schema.json"], '"fox"|12'),
+        (["--grammar", "sum.lark"], r"[0-9](\+[0-9])*"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_text_has_the_form_that_was_asked_for(
+    call: Call,
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    pattern: str,
+) -> None:
+    """A random model would write nothing like it; with and without speculation it is the same."""
+    (tmp_path / "schema.json").write_text('{"enum": ["fox", 12]}', encoding="utf-8")
+    (tmp_path / "sum.lark").write_text(
+        'start: num ("+" num)~0..4\nnum: /[0-9]/\n', encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    sampled = ("--temperature", "0.8", "--seed", "7", "--max-tokens", "60", *options)
+    answer = call("generate", tiny, "the", *sampled)
+    assert answer.code == 0, answer.err
+    assert re.fullmatch(pattern, answer.out.removesuffix("\n"))
+    record = call("generate", tiny, "the", *sampled, "--no-speculation", "--json").json
+    [output] = record["outputs"]
+    assert output["text"] == answer.out.removesuffix("\n")
+    assert output["finish_reason"] == "stop"
+
+
+def test_prompts_of_a_file_have_forms_of_their_own(call: Call, tiny: str, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "a", "params": {"structured": {"choice": ["fox"]}}},
+        {"prompt": "a", "params": {"structured": {"json": {"type": "boolean"}}}},
+        {"prompt": "a"},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    record = call("generate", tiny, "--prompt-file", str(file), "--regex", "dog", "--json").json
+    texts = [output["text"] for output in record["outputs"]]
+    assert texts[0] == "fox"
+    assert texts[1] in ("true", "false")
+    assert texts[2] == "dog"

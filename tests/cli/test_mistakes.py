@@ -41,6 +41,15 @@ from tests.cli.conftest import Call
         (["--prompt-file", "nowhere.txt"], ["use one of them"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["--draft", "nothing-of-this-name"], ["nothing-of-this-name"]),
+        (["--regex", "("], ["regex cannot be used", "unclosed group"]),
+        (["--regex", ""], ["regex is ''"]),
+        (["--regex", "a", "--choice", "b"], ["regex and choice", "exactly one"]),
+        (["--choice", ""], ["choice is ['']"]),
+        (["--regex", "a", "--ignore-eos"], ["ignore_eos", "structured"]),
+        (["--json-schema", "{"], ["not valid JSON"]),
+        (["--json-schema", '{"type": "objekt"}'], ["objekt"]),
+        (["--json-schema", "nowhere.json"], ["--json-schema", "nowhere.json", "cannot be read"]),
+        (["--grammar", "nowhere.lark"], ["--grammar", "nowhere.lark", "cannot be read"]),
     ],
 )
 def test_a_wrong_option_is_one_line(
@@ -108,6 +117,7 @@ def test_a_draft_with_another_vocabulary_is_one_line(
         ('{"prompt": "a", "params": {"heat": 1}}', ["'heat'"]),
         ('{"prompt": "a", "params": {"temperature": "hot"}}', ["params"]),
         ('{"prompt": "a", "params": {"n": 2}}', ["n is 2"]),
+        ('{"prompt": "a", "params": {"structured": {"xml": 1}}}', ["'xml'"]),
         ('{"prompt": [999999]}', ["999999"]),
         ('{"messages": [{"rule": "user"}]}', ["messages"]),
     ],

@@ -360,6 +360,7 @@ def test_rules_that_leave_few_texts_give_few_texts() -> None:
         ({"stop": "x"}, "use stop_token_ids"),
         ({"logprobs": 2}, "leave logprobs out"),
         ({"prompt_logprobs": 0}, "without beams"),
+        ({"structured": {"regex": "a+"}}, "without beams"),
         ({"num_return_sequences": 5}, "from 1 to num_beams"),
         ({"num_return_sequences": 0}, "from 1 to num_beams"),
         ({"early_stopping": "soon"}, "True, False or 'never'"),

@@ -107,3 +107,18 @@ def test_chain_and_root() -> None:
     assert chain.child(0, 7) is None
     assert len(TokenTree.root(3)) == 1
     assert not TokenTree((1, 2, 3), (-1, 0, 0), (1, 1, 1), ("", "", "")).is_chain
+
+
+@given(trees(), st.lists(st.integers(0, 5), max_size=4))
+def test_a_tree_below_known_tokens(tree: TokenTree, known: list[int]) -> None:
+    """Its paths are the known tokens and then those of the tree; the invariants hold."""
+    whole = tree.below(known)
+    n = len(known)
+    assert len(whole) == n + len(tree)
+    for node in range(len(tree)):
+        path = [whole.tokens[i] for i in whole.path(n + node)]
+        assert path == [*known, *(tree.tokens[i] for i in tree.path(node))]
+        assert whole.scores[n + node] == tree.scores[node]
+    assert whole.parents[0] == -1
+    assert all(-1 < parent < node for node, parent in enumerate(whole.parents[1:], start=1))
+    assert whole.is_chain == tree.is_chain

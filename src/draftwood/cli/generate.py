@@ -80,6 +80,10 @@ def generate(
     early_stopping: opt.EarlyStopping = "false",
     stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEOS = False,
+    json_schema: opt.JsonSchema = None,
+    regex: opt.Regex = None,
+    choice: opt.Choice = None,
+    grammar: opt.GrammarFile = None,
     stats: opt.Stats = False,
     show_tree: opt.ShowTree = False,
     as_json: opt.Json = False,
@@ -116,6 +120,7 @@ def generate(
         early_stopping=opt.early_stopping(early_stopping),
         stop=stop,
         ignore_eos=ignore_eos,
+        structured=opt.structured(json_schema, regex, choice, grammar),
     )
     all_params = [_own_params(params, one) for one in prompts]
     if show_tree and any(own.num_beams > 1 for own in all_params):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +24,7 @@ _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 _MODEL = "Model"
 _SAMPLING = "Sampling"
+_FORM = "Form of the text (one of these)"
 _OUTPUT = "Output"
 _KV = "KV cache"
 
@@ -168,6 +171,42 @@ IgnoreEOS = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Go on past the model's own end.", rich_help_panel=_SAMPLING),
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|JSON",
+        help="The text is JSON that fits this schema, a file or the schema itself; "
+        '\'{"type": "object"}\' takes any object.',
+        show_default=False,
+        rich_help_panel=_FORM,
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(
+        help="The whole text matches this regular expression.",
+        show_default=False,
+        rich_help_panel=_FORM,
+    ),
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="The text is one of these; repeated for each.",
+        show_default=False,
+        rich_help_panel=_FORM,
+    ),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        metavar="FILE",
+        help="The text is of this context-free grammar, in Lark's notation.",
+        show_default=False,
+        rich_help_panel=_FORM,
+    ),
+]
 System = Annotated[
     str | None,
     typer.Option(help="What the model is told before the conversation.", show_default=False),
@@ -251,6 +290,42 @@ def parse_bytes(name: str, text: str) -> int:
     if size <= 0:
         raise ConfigError(f"{name} is {text!r}: it must be above 0")
     return size
+
+
+def structured(
+    json_schema: str | None,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: Path | None,
+) -> dict[str, object] | None:
+    """`SamplingParams.structured` from options; None where none is given.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    given = {
+        "json": None if json_schema is None else _schema_text(json_schema),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": None if grammar is None else _text_of(grammar, "--grammar"),
+    }
+    found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    return found or None
+
+
+def _schema_text(value: str) -> str:
+    """What is written on the command line, if it looks like a schema, else a file's content."""
+    is_json = value.lstrip().startswith("{") or value.strip() in ("true", "false")
+    return value if is_json else _text_of(Path(value), "--json-schema")
+
+
+def _text_of(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: {path} is not valid UTF-8") from error
 
 
 def sampling_params(**values: object) -> SamplingParams:

@@ -38,6 +38,7 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
         "num_rounds": metrics.num_rounds,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
+        "num_forced_tokens": metrics.num_forced_tokens,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "acceptance_rate": metrics.acceptance_rate,
         "accepted_per_position": list(metrics.accepted_per_position),

@@ -37,7 +37,8 @@ class Outcome:
     Attributes:
         tree: what was verified (what the drafter proposed, possibly cut down).
         verdict: the accepted path and the tokens it gave.
-        tokens: the verdict's tokens that were kept (a stop rule may cut them short).
+        tokens: the verdict's tokens that were kept (a stop rule may cut them short), and those that
+            a grammar forced behind them.
         logits: [T, vocab_size], the target's logits at each node.
     """
 

@@ -10,8 +10,9 @@ from draftwood.engine.beam import Beams
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError, PromptError
 from draftwood.kv import BlockPool, Lease, PrefixIndex
-from draftwood.sampling import Rules, SamplingParams, make_rules
+from draftwood.sampling import Rules, SamplingParams, StructuredOutputsParams, make_rules
 from draftwood.sampling.beam import BeamSearch
+from draftwood.sampling.grammar import Compiler, Grammar
 from draftwood.text import Detokenizer, Tokenizer
 from draftwood.tree import TokenTree
 
@@ -26,6 +27,7 @@ class Admission:
         max_length: the longest sequence that fits the model's positions and the KV pool.
         pool, prefix: where KV will be held.
         max_rows: most rows of one forward.
+        grammars: compiles the grammars of structured output; None refuses them.
     """
 
     tokenizer: Tokenizer
@@ -34,6 +36,7 @@ class Admission:
     pool: BlockPool
     prefix: PrefixIndex
     max_rows: int
+    grammars: Compiler | None = None
 
     def make(
         self,
@@ -96,7 +99,16 @@ class Admission:
         for token in params.stop_token_ids:
             self._check_id(token, "stop_token_ids")
         end_ids = self.tokenizer.eos_token_ids | set(params.stop_token_ids)
-        return make_rules(params, sorted(end_ids), self._spellings(params.bad_words))
+        spellings = self._spellings(params.bad_words)
+        return make_rules(params, sorted(end_ids), spellings, self._grammar(params))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured is None:
+            return None
+        if self.grammars is None:
+            raise ConfigError("structured is given, but this engine was made without a compiler")
+        matcher = self.grammars.matcher(StructuredOutputsParams.of(params.structured))
+        return Grammar(matcher, self.tokenizer.eos_token_ids, self.vocab_size)
 
     def _spellings(self, words: Seq[str]) -> list[list[int]]:
         """Token ids of each word, as a text may begin with it and as it stands after a space."""

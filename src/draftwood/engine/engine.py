@@ -31,6 +31,7 @@ from draftwood.kv import BlockPool, PrefixIndex
 from draftwood.kv.tiers import KVTiers, TieredPrefix
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
+from draftwood.sampling.grammar import Compiler
 from draftwood.text import Tokenizer
 from draftwood.tree import TokenTree
 
@@ -45,6 +46,7 @@ class Engine:
         pool: KV memory, with a draft plane if the drafter has a model.
         config: limits and switches.
         tiers: stores that KV is kept in for longer than this engine lives; None for none.
+        grammars: compiles the grammars of structured output; None refuses them.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Engine:
         pool: BlockPool,
         config: EngineConfig,
         tiers: KVTiers | None = None,
+        grammars: Compiler | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -66,7 +69,7 @@ class Engine:
         behind = TieredPrefix(self.prefix, pool, tiers) if tiers else None
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
         cost = cost_model(model, pool) if speculative and config.adaptive else None
-        self.controller = Controller(cost, config.max_tree_nodes)
+        self.controller = Controller(cost, config.max_tree_nodes if speculative else 0)
         self._scheduler = Scheduler(config, self.drafter, behind)
         self._admission = Admission(
             tokenizer,
@@ -75,6 +78,7 @@ class Engine:
             pool,
             self.prefix,
             config.max_batch_tokens,
+            grammars,
         )
         self._num_requests = 0
 
@@ -180,6 +184,7 @@ class Engine:
         budget = self.controller.budget()
         budgets = [_budget(seq, budget) for seq in seqs]
         trees = self.drafter.propose(seqs, budgets)
+        trees = [_guide(*each) for each in zip(seqs, trees, budgets, strict=True)]
         # The last token of a sequence needs no node: it is the bonus token.
         trees = [
             tree.clip(max(seq.max_length - len(seq.tokens) - 1, 0))
@@ -210,15 +215,15 @@ class Engine:
     def _commit(self, job: Job, outcome: Outcome) -> Outcome:
         """Appends what the stop rules leave, then keeps the KV of just that."""
         seq, verdict = job.seq, outcome.verdict
-        num_before = job.num_prefill_rows  # prompt rows in front of the root
+        num_before = job.num_prefill_rows  # rows of known tokens in front of the root
         length = len(seq.tokens)
         taken = seq.append(verdict.tokens, verdict.num_accepted, self._logprobs(seq, outcome))
-        if num_before == 0:
+        if job.decodes or num_before == 0:
             seq.metrics.count_round(verdict.num_drafted)
+        seq.force()
         path = [num_before + node for node in verdict.path[:taken]]
         seq.lease.commit([*range(num_before), *path])
-        kept = max(len(seq.tokens) - length, 0)
-        return Outcome(outcome.tree, verdict, verdict.tokens[:kept], outcome.logits)
+        return Outcome(outcome.tree, verdict, tuple(seq.tokens[length:]), outcome.logits)
 
     def _logprobs(self, seq: Sequence, outcome: Outcome) -> list[TokenLogprobs]:
         """Log-probabilities of the verdict's tokens, if the request wants them."""
@@ -249,7 +254,7 @@ class Engine:
 
     def _report(self, jobs: Seq[Job], outcomes: Seq[Outcome], marks: Seq[float]) -> None:
         plan, target, verify, commit, learn = (b - a for a, b in itertools.pairwise(marks))
-        prefill_rows = sum(job.num_prefill_rows for job in jobs)
+        prefill_rows = sum(job.num_prefill_rows for job in jobs if not job.decodes)
         num_rows = sum(len(job.work.tokens) for job in jobs)
         if self.controller.cost and num_rows and not prefill_rows:
             context = _mean_context([job.seq for job in jobs])
@@ -289,6 +294,12 @@ def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int)
         path = [tree.tokens[i] for i in tree.path(node)[1:]]
         logits = seq.rules.apply(logits, seq.tokens + path, seq.num_prompt_tokens)
     return choose(logits, seq.params, seq.seed, len(seq.tokens) + depth)
+
+
+def _guide(seq: Sequence, tree: TokenTree, budget: int) -> TokenTree:
+    """A draft as the request's grammar wants it, if it has one."""
+    grammar = seq.rules.grammar
+    return grammar.guide(tree, seq.output_ids, budget) if grammar and budget else tree
 
 
 def _mean_context(seqs: Seq[Sequence]) -> float:

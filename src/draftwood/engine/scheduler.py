@@ -38,6 +38,7 @@ class Job:
             for beams.
         num_prefill_rows: rows that compute known tokens other than a root.
         beams: the sequence's, which then has no tree to walk.
+        decodes: whether those are tokens that a grammar forced, and not a prompt.
     """
 
     seq: Sequence
@@ -45,6 +46,7 @@ class Job:
     tree: TokenTree | None
     num_prefill_rows: int
     beams: Beams | None = None
+    decodes: bool = False
 
 
 class Scheduler:
@@ -101,9 +103,10 @@ class Scheduler:
         self._admit()
         while not self._running and self._tiers is not None and self._tiers.wait():
             self._admit()
-        decoding = [seq for seq in self._running if seq.decodes and seq.beams is None]
-        sizes = self._sizes(self._config.max_batch_tokens - len(decoding))
-        trees = propose(decoding, sum(sizes.values())) if decoding else []
+        decoding = self._decoding()
+        lag = sum(seq.num_missing - 1 for seq in decoding)
+        sizes = self._sizes(self._config.max_batch_tokens - len(decoding) - lag, decoding)
+        trees = propose(decoding, sum(sizes.values()) + lag) if decoding else []
         by_id = {seq.request_id: tree for seq, tree in zip(decoding, trees, strict=True)}
         jobs = []
         for seq in list(self._running):
@@ -167,30 +170,48 @@ class Scheduler:
         if seq.beams is None:
             self._drafter.start(seq)
 
-    def _sizes(self, rows_left: int) -> dict[str, int]:
+    def _decoding(self) -> list[Sequence]:
+        """The sequences that get a tree; where rows are short, forced tokens come first."""
+        ready = [seq for seq in self._running if seq.decodes and seq.beams is None]
+        spare = self._config.max_batch_tokens - len(ready)
+        decoding = []
+        for seq in ready:
+            lag = seq.num_missing - 1
+            if lag <= max(spare, 0):
+                decoding.append(seq)
+                spare -= lag
+        return decoding
+
+    def _sizes(self, rows_left: int, decoding: Seq[Sequence]) -> dict[str, int]:
         """Rows for the leaves of beams and then, oldest first, for what is known and not computed.
 
-        Sequences that only walk a tree are not among them: their rows are left out of `rows_left`.
+        Args:
+            rows_left: for all of them.
+            decoding: those that only walk a tree, and get none of these rows.
         """
         sizes = {s.request_id: s.num_missing for s in self._running if s.beams and s.decodes}
         rows_left = max(rows_left - sum(sizes.values()), 0)
+        others = {*sizes, *(seq.request_id for seq in decoding)}
         for seq in self._running:
-            size = 0 if seq.decodes else _chunk_size(seq, rows_left)
+            size = 0 if seq.request_id in others else _chunk_size(seq, rows_left)
             if size > 0:
                 sizes[seq.request_id] = size
                 rows_left -= size
         return sizes
 
     def _decode_job(self, seq: Sequence, tree: TokenTree) -> Job | None:
+        lag = seq.num_missing - 1
         try:
-            seq.lease.reserve(len(tree))
+            seq.lease.reserve(lag + len(tree))
         except CapacityError:
             # A draft is not worth another request's memory.
             tree = TokenTree.root(tree.tokens[0])
-            if not self._reserve(seq, 1):
+            if not self._reserve(seq, lag + 1):
                 return None
-        work = Work(seq.lease, seq.lease.length, tree.tokens, tree, range(len(tree)))
-        return Job(seq, work, tree, 0)
+        start = seq.lease.length
+        whole = tree.below(seq.tokens[start:-1]) if lag else tree
+        work = Work(seq.lease, start, whole.tokens, whole, range(lag, len(whole)))
+        return Job(seq, work, tree, lag, decodes=True)
 
     def _prefill_job(self, seq: Sequence, size: int) -> Job | None:
         if not self._reserve(seq, size):

@@ -34,6 +34,7 @@ class RequestMetrics:
         num_rounds: target forwards that decoded for it.
         num_draft_tokens: draft nodes verified.
         num_accepted_tokens: draft nodes that were right.
+        num_forced_tokens: tokens that a grammar left no choice about; nobody had to choose them.
         accepted_per_position: how often the draft at depth 1, 2, ... was accepted.
         arrival_s, first_token_s, finish_s: moments on the monotonic clock.
     """
@@ -43,6 +44,7 @@ class RequestMetrics:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_forced_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     arrival_s: float = field(default_factory=perf_counter)
     first_token_s: float | None = None
@@ -93,8 +95,8 @@ class Sequence:
     """One request: its tokens, how far they are computed, and when it ends.
 
     While it decodes exactly one token is pending: the last one, whose KV is not computed yet. It is
-    the root of the next tree. `lease.length` counts the computed ones. While beams search, `tokens`
-    holds what all of them share.
+    the root of the next tree. `lease.length` counts the computed ones. Only tokens that a grammar
+    forced may be pending before it. While beams search, `tokens` holds what all of them share.
 
     Attributes:
         tokens: prompt and output.
@@ -109,6 +111,7 @@ class Sequence:
         beams: the live beams, until their search ends; None without.
         score: of the text that a beam search found.
         others: its further outputs, which never run themselves.
+        num_forced: how many of the last tokens a grammar forced after the last walk.
     """
 
     request_id: str
@@ -132,6 +135,7 @@ class Sequence:
     score: float | None = None
     others: list[Sequence] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_forced: int = 0
     _depths: list[int] = field(default_factory=list)
 
     @property
@@ -147,8 +151,13 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether all that is known is computed but for the root, or the leaves of the beams."""
-        return self.num_missing == (self.beams.num_leaves if self.beams else 1)
+        """Whether its next forward can verify a tree, or the leaves of its beams.
+
+        It has nothing else to catch up with but tokens that a grammar forced.
+        """
+        if self.beams is not None:
+            return self.num_missing == self.beams.num_leaves
+        return self.num_missing <= 1 + self.num_forced
 
     @property
     def cache_salt(self) -> bytes:
@@ -179,6 +188,26 @@ class Sequence:
             if self.finished:
                 return taken
         return len(tokens)
+
+    def force(self) -> None:
+        """Appends the tokens about which the grammar leaves no choice, if there is a grammar.
+
+        They need no forward of their own: their KV is computed with the next one. Where
+        log-probabilities are wanted they do. A text that the grammar could not end is aborted.
+        """
+        self.num_forced = 0
+        grammar = self.rules.grammar
+        if grammar is None:
+            return
+        while not self.finished and self.params.logprobs is None:
+            token = grammar.forced(self.output_ids)
+            if token is None:
+                break
+            self.append([token])
+            self.num_forced += 1
+            self.metrics.num_forced_tokens += 1
+        if grammar.has_failed(len(self.output_ids)):
+            self.finish("abort")
 
     def finish(self, reason: str, stop: str | int | None = None) -> None:
         """Ends the sequence; beams that have not come to an end leave nothing behind."""

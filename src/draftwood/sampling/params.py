@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from draftwood.errors import ConfigError
+from draftwood.sampling.structured import StructuredOutputsParams
 
 LogitsProcessor: TypeAlias = Callable[[Any, Any], Any]
 
@@ -52,6 +53,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         cache_salt: requests reuse each other's KV only where this is equal: give each tenant one,
             and nobody can learn from response times what others have asked.
+        structured: the form the text must have, or a mapping of its fields: a JSON schema, a
+            regular expression, a choice or a grammar. The text ends where it is complete.
     """
 
     max_tokens: int | None = 128
@@ -82,6 +85,7 @@ class SamplingParams:
     max_tree_nodes: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    structured: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -89,6 +93,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        if self.structured is not None:
+            object.__setattr__(self, "structured", StructuredOutputsParams.of(self.structured))
+            _require(
+                not self.ignore_eos,
+                "ignore_eos",
+                True,
+                "False with structured, which says where the text may end",
+            )
         self._check_counts()
         self._check_probabilities()
         self._check_penalties()
@@ -169,6 +181,7 @@ class SamplingParams:
             ("stop", (), "beams end at tokens: use stop_token_ids"),
             ("logprobs", None, "a beam's output has a score instead: leave logprobs out"),
             ("prompt_logprobs", None, "ask for them in a request without beams"),
+            ("structured", None, "a form is for requests without beams"),
         ):
             value = getattr(self, name)
             if value != neutral:

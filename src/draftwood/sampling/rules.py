@@ -2,7 +2,8 @@
 
 Every rule looks at the tokens of the node's own path (prompt, output, and the draft tokens down to
 the node), so that a token in a tree is judged exactly as it would be in plain decoding. The order
-is vLLM's: bans, bias, the user's own processors, penalties.
+is vLLM's: bans, bias, the user's own processors, penalties; and last the grammar, which nothing
+may overrule.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.sampling.grammar import Grammar
 from draftwood.sampling.params import SamplingParams
 
 _NEG_INF = float("-inf")
@@ -32,26 +34,36 @@ class Rule(Protocol):
 
 
 class Rules:
-    """The rules of one request; most have none, and then logits pass through untouched."""
+    """The rules of one request; most have none, and then logits pass through untouched.
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    Attributes:
+        grammar: the form of the text, if the request demands one.
+    """
+
+    def __init__(self, rules: Sequence[Rule], grammar: Grammar | None = None) -> None:
         self._rules = tuple(rules)
+        self.grammar = grammar
 
     def __bool__(self) -> bool:
-        return bool(self._rules)
+        return bool(self._rules) or self.grammar is not None
 
     def apply(self, logits: Tensor, tokens: Sequence[int], num_prompt: int) -> Tensor:
         """[V] logits after all rules; the argument is left as it was."""
-        if not self._rules:
-            return logits
-        logits = logits.float().clone()
+        raw = logits
+        if self._rules:
+            logits = logits.float().clone()
         for rule in self._rules:
             rule(logits, tokens, num_prompt)
+        if self.grammar is not None:
+            logits = self.grammar.restrict(logits, raw, tokens[num_prompt:])
         return logits
 
 
 def make_rules(
-    params: SamplingParams, end_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
+    params: SamplingParams,
+    end_ids: Sequence[int],
+    bad_words: Sequence[Sequence[int]],
+    grammar: Grammar | None = None,
 ) -> Rules:
     """The rules that `params` asks for.
 
@@ -59,6 +71,7 @@ def make_rules(
         params: of the request.
         end_ids: tokens that end a text; banned until `min_tokens` are there.
         bad_words: token sequences that must not appear.
+        grammar: the form of the text, if one is demanded.
     """
     rules: list[Rule] = []
     if params.min_tokens > 0 and end_ids:
@@ -72,7 +85,7 @@ def make_rules(
         rules.append(_Repetition(params.repetition_penalty))
     if params.presence_penalty or params.frequency_penalty:
         rules.append(_Counts(params.presence_penalty, params.frequency_penalty))
-    return Rules(rules)
+    return Rules(rules, grammar)
 
 
 class _MinTokens:

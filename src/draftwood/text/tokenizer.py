@@ -45,6 +45,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._backend)
 
+    @property
+    def backend(self) -> Any:
+        """The transformers tokenizer."""
+        return self._backend
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised."""
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens)

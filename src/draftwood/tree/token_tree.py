@@ -111,6 +111,16 @@ class TokenTree:
             return self
         return self.keep(node for node, d in enumerate(self.depths) if d <= depth)
 
+    def below(self, tokens: Sequence[int]) -> TokenTree:
+        """This tree behind a chain of `tokens`, whose first one becomes the root."""
+        n = len(tokens)
+        return TokenTree(
+            (*tokens, *self.tokens),
+            (*range(-1, n), *(parent + n for parent in self.parents[1:])),
+            (1.0,) * n + self.scores,
+            ("",) * n + self.sources,
+        )
+
     def keep(self, nodes: Iterable[int]) -> TokenTree:
         """The subtree of `nodes`, which must hold the root and be closed under parents."""
         kept = sorted(set(nodes))
