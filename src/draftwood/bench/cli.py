@@ -52,12 +52,14 @@ def _main() -> None:
 @app.command(epilog=_example("compare smollm2-135m --limit 6 --out result.jsonl"))
 def compare(
     model: Model,
-    draft: Annotated[str | None, typer.Option(help="A smaller model for drafter 'model'.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A smaller model for the drafters auto and model.")
+    ] = None,
     drafters: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: none, suffix, recycling, auto, model, random, oracle.",
-            show_default="none,suffix,recycling,auto; and model with --draft",
+            help="Comma-separated: none, suffix, recycling, lookup, auto, model, random, oracle.",
+            show_default="none,suffix,recycling,lookup,auto; and model with --draft",
         ),
     ] = None,
     transformers: Annotated[
@@ -97,7 +99,7 @@ def compare(
     with open_writer(out) as writer:
         llm = _load(
             model,
-            draft=draft if "model" in names else None,
+            draft=draft,
             dtype=dtype,
             device=device,
             quantization=quantization,
@@ -177,6 +179,7 @@ def quality(
     from draftwood.bench import quality as measuring
     from draftwood.bench.records import open_writer
     from draftwood.bench.tables import console, quality_table
+    from draftwood.models.known_quality import KnownQuality, remember
     from draftwood.models.load import Placement, load_model
     from draftwood.models.progress import shown_progress
 
@@ -196,6 +199,10 @@ def quality(
         ]
         for row in rows:
             writer.write(row)
+    if not text:
+        worst = max(results, key=lambda one: one.divergence)
+        change = max((one.perplexity_change for one in results), key=abs)
+        remember(llm.model.spec, KnownQuality(worst.divergence, change))
     if as_json:
         _print_json(rows)
     else:

@@ -65,16 +65,8 @@ class EngineContender:
 
     def view(self) -> dict[str, Any]:
         """The controller's state: what it believes rows to cost, and the sizes it chose."""
-        controller = self.engine.controller
-        cost = controller.cost
-        return {
-            "cost_rows": cost.near.rows if cost else None,
-            "cost_s": cost.near.seconds if cost else None,
-            "pace": cost.pace if cost else None,
-            "trust": controller.trust,
-            "tree_sizes": dict(sorted(controller.sizes.items())),
-            "num_drafter_failures": self.engine.drafter.num_failures,
-        }
+        failures = self.engine.drafter.num_failures
+        return {**self.engine.controller.view(), "num_drafter_failures": failures}
 
 
 @dataclass(slots=True)

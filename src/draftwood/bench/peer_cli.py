@@ -153,7 +153,7 @@ def _prepare(
     from draftwood.sampling import SamplingParams
 
     prompts = load_prompts(data, limit)
-    llm = cli._load(others.model, draft=others.draft if "model" in names else None)
+    llm = cli._load(others.model, draft=others.draft)
     tasks, skipped = make_tasks(llm, prompts, max_tokens)
     run = PeerRun(llm, our_peers(llm, names), SamplingParams(max_tokens=max_tokens, temperature=0))
     run.skipped += skipped

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cache import human_bytes
+from draftwood.models.known_quality import quality_of
 
 if TYPE_CHECKING:
     from draftwood.engine.observers import RoundTimer
@@ -59,16 +60,16 @@ def model_record(llm: LLM, load_s: float) -> dict[str, Any]:
         "device": str(spec.device),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "quantization": spec.quantization,
+        "quality": None if (quality := quality_of(spec)) is None else asdict(quality),
         "load_s": load_s,
     }
 
 
 def engine_record(llm: LLM, timer: RoundTimer) -> dict[str, Any]:
-    """Where the time of the rounds went, and the sizes of their trees, as JSON."""
-    sizes = llm.engine.controller.sizes
+    """Where the time of the rounds went, and what the controller did, as JSON."""
     return {
         "time_shares": timer.shares(),
-        "tree_sizes": {str(size): sizes[size] for size in sorted(sizes)},
+        "controller": llm.engine.controller.view(),
         "kv_tiers": {name: asdict(one) for name, one in _tiers(llm).items()},
     }
 
@@ -78,14 +79,35 @@ def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -
     lines = [*_speed(outputs), _acceptance(outputs)]
     if positions := _positions(outputs):
         lines.append(f"accepted by position: {positions}")
-    if sizes := llm.engine.controller.sizes:
+    controller = llm.engine.controller
+    if sizes := controller.sizes:
         chosen = ", ".join(f"{size} ({count}x)" for size, count in _most(sizes, 6))
         lines.append(f"draft tokens a round: {chosen}")
+    if controller.num_drafted_rounds:
+        rounds = controller.num_drafted_rounds
+        lines.append(
+            f"draft tokens accepted a round: {controller.num_accepted / rounds:.2f},"
+            f" expected {controller.num_expected / rounds:.2f}"
+        )
     if shares := timer.shares():
         parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         lines.append(f"time: {parts}")
+    lines += _quality(llm)
     lines.extend(_tier_line(name, counters) for name, counters in _tiers(llm).items())
     return lines
+
+
+def _quality(llm: LLM) -> list[str]:
+    spec = llm.model.spec
+    if spec.quantization == "none":
+        return []
+    known = quality_of(spec)
+    if known is None:
+        return [f"quality of {spec.quantization}: unknown; draftwood bench quality measures it"]
+    return [
+        f"quality of {spec.quantization}: {known.divergence:.4f} nats from float32 (mean KL),"
+        f" perplexity {100 * known.perplexity_change:+.1f} %"
+    ]
 
 
 def _tiers(llm: LLM) -> dict[str, TierCounters]:

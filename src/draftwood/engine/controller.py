@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from draftwood.engine.costs import CostModel
 from draftwood.tree import TokenTree
@@ -29,6 +30,10 @@ class Controller:
         max_nodes: most draft nodes per sequence and round.
         trust: accepted draft tokens over promised ones, as a moving average.
         draft_s: seconds of drafting a round, as a moving average.
+        sizes: how often each number of nodes was chosen.
+        num_drafted_rounds: rounds that verified a draft.
+        num_expected, num_accepted: draft tokens expected to be accepted in them, and those that
+            were.
     """
 
     cost: CostModel | None
@@ -36,6 +41,9 @@ class Controller:
     trust: float = 1.0
     draft_s: float = 0.0
     sizes: dict[int, int] = field(default_factory=dict)
+    num_drafted_rounds: int = 0
+    num_expected: float = 0.0
+    num_accepted: int = 0
     _resting: int = 0
     _rest: int = 0
 
@@ -82,11 +90,29 @@ class Controller:
     def observe(self, trees: Sequence[TokenTree], num_accepted: int, draft_s: float) -> None:
         """Learns from a round in which something was drafted."""
         promised = sum(sum(tree.scores[1:]) for tree in trees)
+        self.num_drafted_rounds += 1
+        self.num_expected += promised * self.trust
+        self.num_accepted += num_accepted
         if promised > 0:
             # Weighted by the promise: a round that promised little says little.
             weight = min(0.05 * promised, 0.2)
             self.trust += weight * (min(num_accepted / promised, 2.0) - self.trust)
         self.draft_s += 0.1 * (draft_s - self.draft_s)
+
+    def view(self) -> dict[str, Any]:
+        """What it believes and what it did, for people and for JSON."""
+        cost = self.cost
+        return {
+            "tree_sizes": {str(size): self.sizes[size] for size in sorted(self.sizes)},
+            "num_drafted_rounds": self.num_drafted_rounds,
+            "num_expected": round(self.num_expected, 2),
+            "num_accepted": self.num_accepted,
+            "trust": self.trust,
+            "draft_s": self.draft_s,
+            "cost_rows": list(cost.near.rows) if cost else None,
+            "cost_s": list(cost.near.seconds) if cost else None,
+            "pace": cost.pace if cost else None,
+        }
 
     def _probe_or_rest(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Drafting does not pay now: rest twice as long as last time, after one small probe."""
