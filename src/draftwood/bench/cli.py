@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.batch_cli import batch
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
 from draftwood.errors import ConfigError
@@ -210,6 +211,7 @@ def quality(
 
 
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
+app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 
 

@@ -13,6 +13,7 @@ from draftwood.bench.cost import CostPoint
 from draftwood.cache import human_bytes
 
 if TYPE_CHECKING:
+    from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
 
 _WIDTH = 118
@@ -167,6 +168,24 @@ def cost_table(points: Sequence[CostPoint]) -> RenderableType:
         cells = [by_place.get((context, rows)) for context in contexts]
         table.add_row(str(rows), *(_cost(cell) for cell in cells))
     return titled("Milliseconds to verify n rows (in plain steps)", table)
+
+
+def batch_table(lines: Sequence[BatchSummary]) -> RenderableType:
+    """Total speed by the number of requests, and what speculation makes of it."""
+    table = Table()
+    for column in ("at once", "plain tokens/s", "tokens/s", "x plain", "decoding", "worst", "same"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            str(line.concurrency),
+            f"{line.plain_tokens_per_s:.1f}",
+            f"{line.tokens_per_s:.1f}",
+            f"{line.ratio:.2f}",
+            f"{line.decode_ratio:.2f}",
+            f"{line.worst:.2f}",
+            f"{line.num_identical} of {line.num_texts}",
+        )
+    return titled("Requests at once: total tokens/s, prompts included (medians)", table)
 
 
 def kv_table(points: Sequence[KVPoint]) -> RenderableType:

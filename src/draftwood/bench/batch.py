@@ -1,0 +1,200 @@
+"""Several requests at once: what speculation gains or costs where rows are no longer free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from draftwood.bench.contenders import PLAIN
+from draftwood.engine.engine import Engine
+from draftwood.errors import ConfigError
+from draftwood.llm import LLM
+from draftwood.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """A group of prompts generated together by one engine.
+
+    Attributes:
+        concurrency: how many.
+        group: number of the group.
+        contender: "plain" or the drafter's name.
+        num_tokens: generated, over all requests.
+        total_s: from the first request to the last token.
+        decode_s: the same without the time until every request had its first token.
+        decode_tokens: tokens that came in that time.
+        identical: every text is that of plain decoding; None for plain itself.
+    """
+
+    concurrency: int
+    group: int
+    contender: str
+    num_tokens: int
+    total_s: float
+    decode_s: float
+    decode_tokens: int
+    identical: bool | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all requests, the prompts' computation included."""
+        return self.num_tokens / self.total_s
+
+    def to_json(self) -> dict[str, Any]:
+        """A `batch` line."""
+        return {"type": "batch", **asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+def measure(
+    llm: LLM,
+    drafter: str,
+    prompts: Sequence[Sequence[int]],
+    concurrencies: Sequence[int],
+    groups: int,
+    params: SamplingParams,
+    watch: Callable[[BatchRun], None] = lambda run: None,
+) -> list[BatchRun]:
+    """Runs groups of prompts with and without speculation, taking turns at going first.
+
+    Args:
+        llm: the model.
+        drafter: its name; see `LLM.make_drafter`.
+        prompts: token ids; groups are cut from them, round and round.
+        concurrencies: sizes of a group.
+        groups: of each size.
+        params: for every prompt.
+        watch: told every run.
+
+    Raises:
+        ConfigError: there are fewer prompts than a group takes.
+    """
+    most = max(concurrencies)
+    if len(prompts) < most:
+        raise ConfigError(f"{len(prompts)} prompts for {most} at once: give more, or ask for less")
+    engines = {
+        PLAIN: llm.make_engine(llm.make_drafter("none")),
+        drafter: llm.make_engine(llm.make_drafter(drafter)),
+    }
+    try:
+        for engine in engines.values():
+            _generate(engine, [prompts[0][:16]], params.but(max_tokens=4))
+        runs, at = [], 0
+        for concurrency in concurrencies:
+            for group in range(groups):
+                chosen = [prompts[(at + i) % len(prompts)] for i in range(concurrency)]
+                at += concurrency
+                for run in _take_turns(engines, chosen, group, params):
+                    watch(run)
+                    runs.append(run)
+        return runs
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def _take_turns(
+    engines: dict[str, Engine], prompts: Sequence[Sequence[int]], group: int, params: SamplingParams
+) -> list[BatchRun]:
+    names = list(engines) if group % 2 == 0 else list(engines)[::-1]
+    results = {name: _generate(engines[name], prompts, params) for name in names}
+    plain = results[PLAIN].texts
+    return [
+        BatchRun(
+            concurrency=len(prompts),
+            group=group,
+            contender=name,
+            num_tokens=sum(len(text) for text in result.texts),
+            total_s=result.total_s,
+            decode_s=result.decode_s,
+            decode_tokens=result.decode_tokens,
+            identical=None if name == PLAIN else result.texts == plain,
+        )
+        for name, result in results.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    texts: list[list[int]]
+    total_s: float
+    decode_s: float
+    decode_tokens: int
+
+
+def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> _Result:
+    engine.prefix.clear()
+    begin = perf_counter()
+    seqs = [engine.add(prompt, params) for prompt in prompts]
+    started, early = begin, 0
+    try:
+        while not all(seq.finished for seq in seqs):
+            engine.step()
+            if started == begin and all(seq.output_ids for seq in seqs):
+                started, early = perf_counter(), sum(len(seq.output_ids) for seq in seqs)
+    finally:
+        for seq in seqs:
+            engine.abort(seq)
+    end = perf_counter()
+    texts = [seq.output_ids for seq in seqs]
+    return _Result(texts, end - begin, end - started, sum(map(len, texts)) - early)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """One size of a batch.
+
+    Attributes:
+        concurrency: requests at once.
+        plain_tokens_per_s, tokens_per_s: medians over groups, prompts included.
+        ratio: median over groups of speculative over plain, prompts included.
+        decode_ratio: the same from where every request had its first token.
+        worst: the smallest ratio of a group.
+        num_texts, num_identical: texts compared with plain decoding's, by group.
+    """
+
+    concurrency: int
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    ratio: float
+    decode_ratio: float
+    worst: float
+    num_texts: int
+    num_identical: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A `batch_summary` line."""
+        return {"type": "batch_summary", **asdict(self)}
+
+
+def summarise(runs: Sequence[BatchRun]) -> list[BatchSummary]:
+    """One line for each concurrency."""
+    lines = []
+    for concurrency in dict.fromkeys(run.concurrency for run in runs):
+        own = [run for run in runs if run.concurrency == concurrency]
+        plain = {run.group: run for run in own if run.contender == PLAIN}
+        others = [run for run in own if run.contender != PLAIN]
+        ratios = [run.tokens_per_s / plain[run.group].tokens_per_s for run in others]
+        decode = [_decode_ratio(run, plain[run.group]) for run in others]
+        lines.append(
+            BatchSummary(
+                concurrency,
+                median(run.tokens_per_s for run in plain.values()),
+                median(run.tokens_per_s for run in others),
+                median(ratios),
+                median(decode),
+                min(ratios),
+                len(others) * concurrency,
+                sum(concurrency for run in others if run.identical),
+            )
+        )
+    return lines
+
+
+def _decode_ratio(run: BatchRun, plain: BatchRun) -> float:
+    if min(run.decode_s, plain.decode_s) <= 0 or plain.decode_tokens == 0:
+        return 1.0
+    return (run.decode_tokens / run.decode_s) / (plain.decode_tokens / plain.decode_s)

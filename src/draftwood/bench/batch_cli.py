@@ -1,0 +1,70 @@
+"""`draftwood bench batch`: several requests at once, with and without speculation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_Model = Annotated[
+    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
+]
+
+
+def batch(
+    model: _Model,
+    draft: Annotated[str | None, typer.Option(help="A smaller model to draft with.")] = None,
+    drafter: Annotated[str, typer.Option(help="Who drafts.")] = "auto",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
+    groups: Annotated[int, typer.Option(help="Groups of each size.", min=1)] = 3,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts, as for `bench compare`.",
+            show_default="30 packaged prompts",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.", min=2)] = 64,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Measure several requests at once: total tokens/s, plain and speculative, taking turns."""
+    from draftwood.bench import batch as measuring
+    from draftwood.bench import cli
+    from draftwood.bench.data import load_prompts
+    from draftwood.bench.records import open_writer
+    from draftwood.bench.tables import batch_table, console
+    from draftwood.sampling import SamplingParams
+
+    cli._set_threads(threads)
+    sizes = cli._numbers("concurrency", concurrency, 1)
+    params = SamplingParams(max_tokens=max_tokens)
+    prompts = load_prompts(data, limit)
+    with open_writer(out) as writer:
+        llm = cli._load(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
+        source = {"source": data.name if data else "packaged", "count": len(prompts)}
+        facts = {"params": asdict(params), "prompts": source, "drafter": drafter}
+        writer.write(cli._fingerprint(llm, "batch", **facts))
+        ids = [prompt.encode(llm.tokenizer) for prompt in prompts]
+        runs = measuring.measure(
+            llm, drafter, ids, sizes, groups, params, lambda run: writer.write(run.to_json())
+        )
+        lines = measuring.summarise(runs)
+        for line in lines:
+            writer.write(line.to_json())
+    if as_json:
+        cli._print_json([line.to_json() for line in lines])
+    else:
+        console().print(batch_table(lines))
