@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.foreign import ForeignDrafter, Match
 from draftwood.draft.model import ModelDrafter
-from draftwood.draft.vocabulary import shared_vocabulary
+from draftwood.draft.vocabulary import Bridge, shared_vocabulary
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
-from draftwood.kv import BlockPool
+from draftwood.kv import BlockPool, KVSpec
 from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
 from draftwood.models.memory import available_bytes
@@ -79,9 +80,11 @@ class LLM:
 
     Args:
         model: a packaged alias ("smollm2-135m"), a hub id, a folder or a `.gguf` file.
-        draft: a second, smaller model to draft with; same forms.
+        draft: a second, smaller model to draft with; same forms. Its vocabulary may be another.
         drafter: "auto", "suffix", "recycling", "model", "none", another registered name, or a
             `Drafter`. None takes "model" when `draft` is given, else "auto".
+        draft_match: how a draft model of another vocabulary is understood: by "tokens" that both
+            have, by "text", or "auto", which takes text unless the vocabularies are nearly equal.
         device: "cpu", "cuda", "cuda:1", ...; None takes CUDA when there is one.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
             own type elsewhere.
@@ -93,7 +96,8 @@ class LLM:
 
     Raises:
         ModelError: the model cannot be found or used.
-        VocabularyError: the draft model has another vocabulary.
+        VocabularyError: the draft model has another vocabulary, and one of the two tokenizers does
+            not say what bytes its tokens are.
         ConfigError: an argument is out of its range.
         CapacityError: memory or disk is too small.
     """
@@ -104,6 +108,7 @@ class LLM:
         *,
         draft: str | None = None,
         drafter: str | Drafter | None = None,
+        draft_match: Match = "auto",
         device: str | None = None,
         dtype: str | None = None,
         quantization: str | None = None,
@@ -112,18 +117,20 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         drafter = _drafter_choice(drafter, draft)
+        if draft_match not in get_args(Match):
+            raise ConfigError(f"draft_match is {draft_match!r}: use auto, tokens or text")
         placement = Placement(_device(device), _dtype(dtype), quantization, max_model_len)
         self.config = config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV")))
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
-        shared = 0
+        self.vocabulary: int | Bridge = 0
         if draft is not None:
             other = replace(placement, max_model_len=None)
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
-            shared = shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
+            self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
         self.pool = self._make_pool()
-        self.engine = self.make_engine(self._make_drafter(drafter, shared))
+        self.engine = self.make_engine(self._make_drafter(drafter, draft_match))
 
     def make_engine(self, drafter: Drafter) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter."""
@@ -230,13 +237,27 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _make_drafter(self, drafter: str | Drafter, shared: int) -> Drafter:
+    def _compare(self, tokenizer: Tokenizer) -> int | Bridge:
+        """How many ids the draft model shares with the target, or how their tokens correspond."""
+        assert self.draft_model is not None
+        return shared_vocabulary(self.tokenizer, tokenizer) or Bridge.make(
+            self.tokenizer,
+            tokenizer,
+            target_size=self.model.spec.vocab_size,
+            draft_size=self.draft_model.spec.vocab_size,
+        )
+
+    def _make_drafter(self, drafter: str | Drafter, match: Match) -> Drafter:
         if isinstance(drafter, Drafter):
             return drafter
         if drafter != "model":
             return load_drafter_class(drafter)()
         assert self.draft_model is not None
-        return ModelDrafter(self.draft_model, self.pool, shared)
+        if isinstance(self.vocabulary, int):
+            return ModelDrafter(self.draft_model, self.pool, self.vocabulary)
+        # A smaller vocabulary needs more tokens for the same text.
+        pool = self._blocks(self.draft_model.spec.kv, None, self.pool.num_blocks * 5 // 4)
+        return ForeignDrafter(self.draft_model, pool, self.vocabulary, match)
 
     def _make_pool(self) -> BlockPool:
         target = self.model.spec.kv
@@ -255,6 +276,10 @@ class LLM:
             raise ConfigError(
                 f"kv_memory is {memory}: two blocks of KV take {2 * block_bytes} bytes"
             )
+        together = isinstance(self.vocabulary, int)
+        return self._blocks(target, draft if together else None, num_blocks)
+
+    def _blocks(self, target: KVSpec, draft: KVSpec | None, num_blocks: int) -> BlockPool:
         return BlockPool(
             target,
             draft,
