@@ -35,6 +35,7 @@ from tests.tiny import (
     reference,
     tiny_llm,
 )
+from tests.vocabularies import letters_drafter
 
 MODEL = hf_model("llama", calm=True)
 PROMPTS = tuple(map(tuple, random_prompts((5, 40, 1, 17))))
@@ -52,7 +53,7 @@ PARAMS = {
 PARAMS = {k: p.but(max_tokens=NUM_TOKENS, ignore_eos=True) for k, p in PARAMS.items()}
 DRAFTERS = (
     "none", "suffix", "recycling", "auto", "model", "self", "scripted", "oracle", "near_oracle",
-    "random", "bushy",
+    "random", "bushy", "text", "tokens",
 )  # fmt: skip
 SIZES = (0, 1, 2, 4, 8, 33)
 # Every size for the two extremes, one size for each other kind of sampling.
@@ -77,6 +78,8 @@ def build(name: str, params: Sequence[SamplingParams] | SamplingParams, **config
         "oracle": oracle(answers),
         "near_oracle": near_oracle(answers),
         "scripted": bushy_drafter(VOCAB, seed=9),
+        "text": letters_drafter("text", VOCAB),
+        "tokens": letters_drafter("tokens", VOCAB),
     }
     return tiny_llm(MODEL, drafter=special.get(name, name), **config)
 
@@ -124,7 +127,7 @@ def test_a_batch_of_different_parameters() -> None:
         ]
 
 
-@pytest.mark.parametrize("name", ["auto", "model", "near_oracle"])
+@pytest.mark.parametrize("name", ["auto", "model", "near_oracle", "text", "tokens"])
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
     """Blocks that speculation left in the cache must hold the KV of the text alone.
@@ -147,7 +150,7 @@ def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
     assert all(o.metrics.num_cached_tokens >= len(o.prompt_token_ids) - 5 for o in cached)
 
 
-@pytest.mark.parametrize("name", ["none", "bushy", "auto", "model", "self", "near_oracle"])
+@pytest.mark.parametrize("name", ["none", "bushy", "auto", "model", "self", "near_oracle", "text"])
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_when_memory_runs_out(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch

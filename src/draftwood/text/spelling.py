@@ -46,14 +46,11 @@ class Speller:
         definition = tokenizer.definition()
         if definition is None:
             raise VocabularyError(
-                "a tokenizer has no tokenizer.json and none can be made, so the bytes of its "
-                "tokens are not known"
+                "it has no tokenizer.json and none can be made, so its tokens' bytes are not known"
             )
         kind = _types(definition["decoder"]) | _types(definition["pre_tokenizer"])
         if bad := kind & _UNSUPPORTED:
-            raise VocabularyError(
-                f"a tokenizer is of the kind {bad.pop()}: its tokens are no bytes"
-            )
+            raise VocabularyError(f"it is of the kind {bad.pop()}, whose tokens are no bytes")
         self._backend = Backend.from_str(json.dumps(_without_extras(definition)))
         self._backend.encode_special_tokens = True  # here they are text like any other
         vocab = {
