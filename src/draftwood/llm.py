@@ -89,7 +89,7 @@ class LLM:
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
             own type elsewhere.
         quantization: "int8" (on CPU: 8-bit weights and activations), "none", or None, which takes
-            8 bits for models above 300 M parameters on a CPU.
+            8 bits for models above 300 M parameters on a CPU, and for what drafts for one.
         max_model_len: cap on the sequence length.
         config: further limits and switches.
         progress: told about downloads and conversions.
@@ -126,7 +126,9 @@ class LLM:
         self.draft_model: Model | None = None
         self.vocabulary: int | Bridge = 0
         if draft is not None:
-            other = replace(placement, max_model_len=None)
+            # What is good enough for the target is good enough to guess with, whatever its size.
+            least = 0 if self.choice.form == "int8" else None
+            other = replace(placement, max_model_len=None, int8_from=least)
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
         self.pool = self._make_pool()
@@ -255,15 +257,16 @@ class LLM:
         assert self.draft_model is not None
         if isinstance(self.vocabulary, int):
             return ModelDrafter(self.draft_model, self.pool, self.vocabulary)
-        # A smaller vocabulary needs more tokens for the same text.
-        pool = self._blocks(self.draft_model.spec.kv, None, self.pool.num_blocks * 5 // 4)
+        pool = self._blocks(self.draft_model.spec.kv, None, _more(self.pool.num_blocks))
         return ForeignDrafter(self.draft_model, pool, self.vocabulary, match)
 
     def _make_pool(self) -> BlockPool:
         target = self.model.spec.kv
         draft = self.draft_model.spec.kv if self.draft_model else None
+        together = isinstance(self.vocabulary, int)
+        draft_bytes = draft.bytes_per_token if draft else 0
         block_bytes = self.config.block_size * (
-            target.bytes_per_token + (draft.bytes_per_token if draft else 0)
+            target.bytes_per_token + (draft_bytes if together else _more(draft_bytes))
         )
         wanted = -(-self.model.spec.max_model_len // self.config.block_size) + 8
         memory = self.config.kv_memory
@@ -276,7 +279,6 @@ class LLM:
             raise ConfigError(
                 f"kv_memory is {memory}: two blocks of KV take {2 * block_bytes} bytes"
             )
-        together = isinstance(self.vocabulary, int)
         return self._blocks(target, draft if together else None, num_blocks)
 
     def _blocks(self, target: KVSpec, draft: KVSpec | None, num_blocks: int) -> BlockPool:
@@ -305,6 +307,11 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
         prompt_logprobs=None if prompt_wants is None else (None, *seq.prompt_logprobs),
         alternatives=tuple(make_output(other) for other in others),
     )
+
+
+def _more(count: int) -> int:
+    """A smaller vocabulary needs more tokens for the same text."""
+    return count * 5 // 4
 
 
 def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | Drafter:

@@ -69,7 +69,7 @@ def test_tokens_meet_by_their_bytes(pair: tuple[str, str]) -> None:
     """One to one, whatever either vocabulary writes for a space."""
     both = bridge(pair)
     assert len(set(both.to_target.values())) == len(both.to_target)
-    plain = {ours: theirs for theirs, ours in both.to_target.items() if theirs not in both.ends}
+    plain = {ours: theirs for theirs, ours in both.to_target.items() if theirs not in both.specials}
     assert len(plain) > 200
     for ours, theirs in plain.items():
         assert both.target.table[ours] == both.draft.table[theirs]
@@ -284,21 +284,20 @@ def test_the_draft_reads_a_long_text_once(match: Match) -> None:
     llm, drafter, counting = knowing_llm(("metaspace", "bpe"), match)
     tokens = metaspace_tokenizer().encode(TEXT)
     prompt = tokens[: len(tokens) // 2]
-    caught_up: list[int] = []
+    longest: list[list[int]] = []
     for _ in range(2):
-        counting.clear()
         seq = llm.engine.add(prompt, GREEDY.but(max_tokens=60))
+        longest.append([])
         while not seq.finished:
-            before = len(counting.rows)
+            counting.clear()
             llm.engine.step()
-            caught_up += counting.rows[before : before + 1]
-        lengths = [len(positions) for positions in counting.positions]
-        assert lengths == counting.rows
-    first, second = caught_up[0], caught_up[len(caught_up) // 2]
-    assert first > 100
-    assert second <= 8, "the prompt was read again"
-    rest = caught_up[1 : len(caught_up) // 2]
-    assert max(rest) <= 12, rest
+            longest[-1].append(max(counting.rows, default=0))
+    first, second = longest
+    assert max(first) > 150
+    assert first.index(max(first)) <= 1, "the prompt comes first"
+    # A level has four rows; what the last words become with the new ones takes a few more.
+    assert sorted(first)[-2] <= 12
+    assert max(second) <= 12, "the prompt was read again"
     assert_nothing_is_held(drafter)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,29 @@ def test_large_models_on_a_cpu_run_in_8_bits(folder: Path, monkeypatch: pytest.M
     assert choice.form == "int8"
     assert "parameters on a CPU" in choice.reason
     assert choose_form(str(folder), Placement(CPU, quantization="none"), None).form == "float32"
+    assert choose_form(str(folder), Placement(CPU, int8_from=10**12), None).form == "float32"
     bfloat16 = Placement(CPU, torch.bfloat16)
     assert choose_form(str(folder), bfloat16, None).form == "float32"
+
+
+def test_what_drafts_for_8_bits_runs_in_8_bits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small it is; one that cannot, or whose target does not, runs in float32."""
+    gpt2 = str(save_tiny(tmp_path / "gpt2", "gpt2"))
+    draft = LLM(str(folder), draft=str(folder)).draft_model
+    assert draft is not None
+    assert draft.spec.quantization == "none"
+    size = count_parameters(tf.AutoConfig.from_pretrained(folder))
+    monkeypatch.setattr(load, "INT8_FROM_PARAMETERS", size)
+    small = tmp_path / "small"
+    shutil.copytree(folder, small)
+    make_module("llama").save_pretrained(small)
+    assert choose_form(str(small), Placement(CPU), None).form == "float32"
+    for name, wanted in ((str(small), "int8"), (gpt2, "none")):
+        draft = LLM(str(folder), draft=name).draft_model
+        assert draft is not None
+        assert draft.spec.quantization == wanted
 
 
 def test_what_cannot_be_had_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def _columns(bridge: Bridge, model: Model, device: torch.device) -> tuple[Tensor
     """Draft ids that both have, all draft ids that say something, the former in target ids."""
     size = model.spec.vocab_size
     shared = sorted(token for token in bridge.to_target if token < size)
-    said = (t for t, data in enumerate(bridge.draft.table) if data or t in bridge.ends)
+    said = (t for t, data in enumerate(bridge.draft.table) if data or t in bridge.specials)
     usable = [token for token in said if token < size]
     names = [bridge.to_target[token] for token in shared]
     return (

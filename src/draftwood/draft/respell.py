@@ -85,7 +85,7 @@ def _read(draft: TokenTree, leaf: int, bridge: Bridge) -> _Path:
     data, ends, scores = bytearray(), list[int](), list[float]()
     for node in draft.path(leaf)[1:]:
         token = draft.tokens[node]
-        if token in bridge.ends:
+        if token in bridge.specials:
             end = (bridge.to_target[token], draft.scores[node])
             return _Path(bytes(data), tuple(ends), tuple(scores), end)
         data += bridge.draft.table[token] or b""

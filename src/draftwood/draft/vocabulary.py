@@ -32,14 +32,14 @@ class Bridge:
         to_draft: by target id: the bytes it adds to a text, or the id of the draft's special token
             that stands for it. A special token that has none is written out.
         to_target: draft id to target id, for tokens of equal bytes and for special tokens.
-        ends: the draft's special tokens among them.
+        specials: the draft's special tokens among them.
     """
 
     target: Speller
     draft: Speller
     to_draft: tuple[bytes | int, ...]
     to_target: dict[int, int]
-    ends: frozenset[int]
+    specials: frozenset[int]
 
     @staticmethod
     def make(
@@ -71,7 +71,7 @@ class Bridge:
     @property
     def share(self) -> float:
         """Share of the draft's tokens that the target has too."""
-        return (len(self.to_target) - len(self.ends)) / max(len(self.draft.ids), 1)
+        return (len(self.to_target) - len(self.specials)) / max(len(self.draft.ids), 1)
 
 
 def _speller(tokenizer: Tokenizer, size: int | None, whose: str) -> Speller:

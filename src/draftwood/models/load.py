@@ -27,12 +27,14 @@ class Placement:
         dtype: None takes float32 on CPU and the checkpoint's own type elsewhere.
         quantization: "int8", "none", or None to decide by size and machine.
         max_model_len: cap on the sequence length.
+        int8_from: parameters from which on 8 bits are taken; None for `INT8_FROM_PARAMETERS`.
     """
 
     device: torch.device
     dtype: torch.dtype | None = None
     quantization: str | None = None
     max_model_len: int | None = None
+    int8_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def choose_form(name: str, placement: Placement, progress: Progress | None) -> C
     from draftwood.models.int8_convert import count_parameters
 
     count = count_parameters(config())
-    if count < INT8_FROM_PARAMETERS:
+    least = INT8_FROM_PARAMETERS if placement.int8_from is None else placement.int8_from
+    if count < least:
         return Choice("float32", "small enough for float32")
     return Choice("int8", f"{count / 1e6:.0f} M parameters on a CPU")
 

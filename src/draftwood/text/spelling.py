@@ -33,6 +33,8 @@ class Speller:
     Attributes:
         table: [ids] the bytes each token adds to a text; None for special tokens, which are no
             text, and for ids without a token.
+        ids: the token of some bytes, where there is one; a letter comes before the byte token that
+            stands in for it.
         specials: special tokens' strings, and their ids.
         names: the same the other way round.
         prefix: ids that the tokenizer puts in front of every text.
@@ -105,7 +107,6 @@ class Speller:
         return [token for token in found if token is not None]
 
     def _unique(self, vocab: dict[str, int], fallback: bool) -> dict[bytes, int]:
-        """The token of some bytes; a letter comes before the byte token for the same."""
         stand_ins = {t for word, t in vocab.items() if fallback and _BYTE.fullmatch(word)}
         order = sorted(vocab.values(), key=lambda token: (token in stand_ins, token), reverse=True)
         return {data: token for token in order if (data := self.table[token])}
