@@ -332,7 +332,7 @@ def test_the_same_draft_in_other_words_is_always_right(match: Match) -> None:
 
 
 @every_match
-@pytest.mark.parametrize("num_blocks", [1, 8, 14, 25, 60])
+@pytest.mark.parametrize("num_blocks", [1, 14, 60])
 def test_a_draft_pool_that_is_too_small_means_fewer_drafts(match: Match, num_blocks: int) -> None:
     """Four requests, room for none to all of them: the texts are the same, nothing is kept."""
     prompts = [[i, 1, 2, 3, 4, 5, 6, 7, 8, 9][: 3 + 2 * i] for i in range(4)]
