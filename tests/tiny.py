@@ -429,7 +429,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_CORPUS = (
+CORPUS = (
     "the quick brown fox jumps over the lazy dog",
     "a tree of tokens is verified in one pass of the target",
     "def add(first, second): return first + second",
@@ -450,7 +450,7 @@ def bpe_backend(vocab_size: int = BPE_VOCAB) -> tf.PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(_CORPUS * 4, trainer)
+    bpe.train_from_iterator(CORPUS * 4, trainer)
     backend = tf.PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token="<|im_start|>",
@@ -462,11 +462,16 @@ def bpe_backend(vocab_size: int = BPE_VOCAB) -> tf.PreTrainedTokenizerFast:
 
 
 def save_tiny(
-    folder: Path, arch: str = "llama", *, seed: int = SEED, vocab_size: int = BPE_VOCAB
+    folder: Path,
+    arch: str = "llama",
+    *,
+    seed: int = SEED,
+    vocab_size: int = BPE_VOCAB,
+    backend: Any = None,
 ) -> Path:
     """Writes a tiny model with its tokenizer into `folder`; `LLM(str(folder))` loads it."""
     folder.mkdir(parents=True, exist_ok=True)
-    backend = bpe_backend()
+    backend = backend or bpe_backend()
     module = make_module(
         arch,
         vocab_size=vocab_size,
@@ -477,6 +482,7 @@ def save_tiny(
     )
     module.save_pretrained(folder)
     backend.save_pretrained(folder)
-    ends = {"eos_token_id": [backend.eos_token_id, backend.pad_token_id]}
+    ids = (backend.eos_token_id, backend.pad_token_id)
+    ends = {"eos_token_id": [token for token in ids if token is not None]}
     (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     return folder

@@ -6,21 +6,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
+from draftwood.draft.foreign import ForeignDrafter, Match
+from draftwood.draft.fused import FusedDrafter
 from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
-from draftwood.draft.vocabulary import shared_vocabulary
+from draftwood.draft.vocabulary import Bridge, shared_vocabulary
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
 from draftwood.grammars import GrammarCompiler
-from draftwood.kv import BlockPool
+from draftwood.kv import BlockPool, KVSpec
 from draftwood.kv.tiers import KVTiers, Labels, make_tiers
 from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
@@ -86,16 +88,19 @@ class LLM:
 
     Args:
         model: a packaged alias ("smollm2-135m"), a hub id, a folder or a `.gguf` file.
-        draft: a second, smaller model to draft with; same forms.
+        draft: a second, smaller model to draft with; same forms. Its vocabulary may be another.
         drafter: "auto", "suffix", "recycling", "model", "none", another registered name, or a
             `Drafter`. "auto", the default, uses the draft model where it pays, if there is one.
+        draft_match: how a draft model of another vocabulary is understood: by "tokens" that both
+            have, by "text", or "auto", which takes text unless the vocabularies are nearly equal.
         device: "cpu", "cuda", "cuda:1", ...; None takes CUDA when there is one.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU and the checkpoint's
             own type elsewhere.
         quantization: "int8" (on CPU: 8-bit weights and activations), "int4" (4-bit weights: smaller
             and faster, and further from the original), "none", or None, which takes 8 bits for
             models above 300 M parameters on a CPU.
-        draft_quantization: the same for the draft model; None takes 4 bits on a CPU.
+        draft_quantization: the same for the draft model; None takes 4 bits on a CPU,
+            or 8 for models below 300 M parameters.
         max_model_len: cap on the sequence length.
         kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_ttl_s: where KV is kept and for how long;
             see `EngineConfig`, whose values they replace.
@@ -104,7 +109,8 @@ class LLM:
 
     Raises:
         ModelError: the model cannot be found or used.
-        VocabularyError: the draft model has another vocabulary.
+        VocabularyError: the draft model has another vocabulary, and one of the two tokenizers does
+            not say what bytes its tokens are.
         ConfigError: an argument is out of its range.
         CapacityError: memory or disk is too small.
     """
@@ -115,6 +121,7 @@ class LLM:
         *,
         draft: str | None = None,
         drafter: str | Drafter | None = None,
+        draft_match: Match = "auto",
         device: str | None = None,
         dtype: str | None = None,
         quantization: str | None = None,
@@ -129,6 +136,8 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         drafter = _drafter_choice(drafter, draft)
+        if draft_match not in get_args(Match):
+            raise ConfigError(f"draft_match is {draft_match!r}: use auto, tokens or text")
         placement = Placement(_device(device), _dtype(dtype), quantization, max_model_len)
         self.config = _with(
             config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV"))),
@@ -141,36 +150,45 @@ class LLM:
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
-        self._shared_tokens = 0
+        self.vocabulary: int | Bridge = 0
         if draft is not None:
             other = replace(
                 placement, quantization=draft_quantization, max_model_len=None, draft=True
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
-            self._shared_tokens = shared_vocabulary(
-                self.tokenizer, Tokenizer.load(draft_files.path)
-            )
+            self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
         if isinstance(drafter, str):
-            drafter = self.make_drafter(drafter)
+            drafter = self.make_drafter(drafter, draft_match)
         self.engine = self.make_engine(drafter)
 
-    def make_drafter(self, name: str) -> Drafter:
-        """A fresh drafter for `make_engine`: "auto", "model" or another registered name.
+    def make_drafter(self, name: str, match: Match = "auto") -> Drafter:
+        """A fresh drafter for `make_engine`.
+
+        Args:
+            name: "auto", "model" or another registered name.
+            match: see `draft_match` of the class.
 
         Raises:
             ConfigError: there is no such drafter, or it needs a draft model and there is none.
         """
         if name not in ("auto", "model"):
             return load_drafter_class(name)()
-        if name == "model":
-            if self.draft_model is None:
-                raise ConfigError("drafter 'model' needs a draft model: give draft=")
-            return ModelDrafter(self.draft_model, self.pool, self._shared_tokens)
         if self.draft_model is None:
+            if name == "model":
+                raise ConfigError("drafter 'model' needs a draft model: give draft=")
             return AutoDrafter()
-        return AutoDrafter(DraftSource(self.draft_model, self.pool, self._shared_tokens))
+        if isinstance(self.vocabulary, int):
+            source = DraftSource(self.draft_model, self.pool, self.vocabulary)
+            return (
+                AutoDrafter(source)
+                if name == "auto"
+                else ModelDrafter(source.model, source.pool, source.num_tokens)
+            )
+        pool = self._blocks(self.draft_model.spec.kv, None, _more(self.pool.num_blocks))
+        foreign = ForeignDrafter(self.draft_model, pool, self.vocabulary, match)
+        return FusedDrafter(foreign) if name == "auto" else foreign
 
     def make_engine(self, drafter: Drafter) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.
@@ -312,11 +330,23 @@ class LLM:
         draft = self.draft_model.spec.kv_identity if self.draft_model else ""
         return make_tiers(self.config, self.pool, Labels(self.model.spec.name, draft))
 
+    def _compare(self, tokenizer: Tokenizer) -> int | Bridge:
+        """How many ids the draft model shares with the target, or how their tokens correspond."""
+        assert self.draft_model is not None
+        return shared_vocabulary(self.tokenizer, tokenizer) or Bridge.make(
+            self.tokenizer,
+            tokenizer,
+            target_size=self.model.spec.vocab_size,
+            draft_size=self.draft_model.spec.vocab_size,
+        )
+
     def _make_pool(self) -> BlockPool:
         target = self.model.spec.kv
         draft = self.draft_model.spec.kv if self.draft_model else None
+        together = isinstance(self.vocabulary, int)
+        draft_bytes = draft.bytes_per_token if draft else 0
         block_bytes = self.config.block_size * (
-            target.bytes_per_token + (draft.bytes_per_token if draft else 0)
+            target.bytes_per_token + (draft_bytes if together else _more(draft_bytes))
         )
         wanted = -(-self.model.spec.max_model_len // self.config.block_size) + 8
         memory = self.config.kv_memory
@@ -329,6 +359,9 @@ class LLM:
             raise ConfigError(
                 f"kv_memory is {memory}: two blocks of KV take {2 * block_bytes} bytes"
             )
+        return self._blocks(target, draft if together else None, num_blocks)
+
+    def _blocks(self, target: KVSpec, draft: KVSpec | None, num_blocks: int) -> BlockPool:
         return BlockPool(
             target,
             draft,
@@ -355,6 +388,11 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
         alternatives=tuple(make_output(other) for other in (*others, *seq.others)),
         score=seq.score,
     )
+
+
+def _more(count: int) -> int:
+    """A smaller vocabulary needs more tokens for the same text."""
+    return count * 5 // 4
 
 
 def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | Drafter:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftwood.bench.batch import BatchRun, measure, summarise
+from draftwood.cli.app import run as run_command
 from draftwood.errors import ConfigError
 from draftwood.sampling import SamplingParams
-from tests.bench.conftest import run_command
 from tests.tiny import VOCAB, random_prompts, save_tiny, tiny_llm
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -35,7 +35,7 @@ def test_both_engines_take_turns_and_say_the_same() -> None:
 
 
 def test_too_few_prompts_are_named() -> None:
-    with pytest.raises(ConfigError, match="2 prompts for 4 at once"):
+    with pytest.raises(ConfigError, match="2 prompts fit the context, and 4"):
         measure(tiny_llm(), "auto", [[1], [2]], [1, 4], 1, PARAMS)
 
 
@@ -59,15 +59,13 @@ def test_ratios_are_taken_group_by_group() -> None:
     assert (line.num_identical, line.num_texts) == (8, 12)
 
 
-def test_the_command_writes_a_record(tmp_path: Path) -> None:
+def test_the_command_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny(tmp_path / "llama")
     out = tmp_path / "batch.jsonl"
     arguments = ["bench", "batch", str(model), "--concurrency", "1,2", "--groups", "1"]
-    code, text, _ = run_command(
-        [*arguments, "--max-tokens", "4", "--limit", "6", "--out", str(out)]
-    )
+    code = run_command([*arguments, "--max-tokens", "4", "--limit", "6", "--out", str(out)])
     assert code == 0
-    assert "Requests at once" in text
+    assert "Requests at once" in capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     kinds = [row["type"] for row in rows]
     assert kinds == ["fingerprint", *["batch"] * 4, "batch_summary", "batch_summary"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,18 @@ def other_vocabulary(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def wordpiece(other_vocabulary: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of another vocabulary whose tokens' text depends on their neighbours."""
+    folder = tmp_path_factory.mktemp("wordpiece") / "llama"
+    shutil.copytree(other_vocabulary, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return str(folder)
 

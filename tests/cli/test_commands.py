@@ -93,6 +93,16 @@ def test_stats_go_to_stderr(call: Call, tiny: str) -> None:
         assert words in stats.err
 
 
+def test_a_draft_of_another_vocabulary_gives_the_same_text(
+    call: Call, tiny: str, other_vocabulary: str
+) -> None:
+    """The vocabularies have the same size, and only two of their tokens differ."""
+    plain = call("generate", tiny, "the dog", "--no-speculation")
+    drafted = call("generate", tiny, "the dog", "--draft", other_vocabulary)
+    assert (drafted.code, drafted.out) == (0, plain.out)
+    assert plain.out.strip()
+
+
 def test_the_tree_goes_to_stderr_with_the_accepted_path_marked(call: Call, tiny: str) -> None:
     """A model that drafts for itself is always right, so every round has a path."""
     plain = call("generate", tiny, "the")

@@ -96,11 +96,11 @@ def test_a_prompt_that_is_no_text_is_one_line(call: Call, tiny: str) -> None:
     call("generate", tiny, stdin=b"\xff").assert_mistake("UTF-8")
 
 
-def test_a_draft_with_another_vocabulary_is_one_line(
-    call: Call, tiny: str, other_vocabulary: str
+def test_a_draft_whose_tokens_are_no_bytes_is_one_line(
+    call: Call, tiny: str, wordpiece: str
 ) -> None:
-    """The vocabularies have the same size, and only two of their tokens differ."""
-    call("generate", tiny, "the", "--draft", other_vocabulary).assert_mistake("vocabulary")
+    answer = call("generate", tiny, "the", "--draft", wordpiece)
+    answer.assert_mistake("another vocabulary", "WordPiece", "drafter 'auto'")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from tests.tiny import (
     reference,
     tiny_llm,
 )
+from tests.vocabularies import letters_drafter
 
 MODEL = hf_model("llama", calm=True)
 PROMPTS = tuple(map(tuple, random_prompts((5, 40, 1, 17))))
@@ -52,7 +53,7 @@ PARAMS = {
 PARAMS = {k: p.but(max_tokens=NUM_TOKENS, ignore_eos=True) for k, p in PARAMS.items()}
 DRAFTERS = (
     "none", "suffix", "recycling", "lookup", "auto", "model", "self", "hybrid", "hybrid_self",
-    "scripted", "oracle", "near_oracle", "random", "bushy",
+    "scripted", "oracle", "near_oracle", "random", "bushy", "text", "tokens",
 )  # fmt: skip
 SIZES = (0, 1, 2, 4, 8, 33)
 # Every size for the two extremes, one size for each other kind of sampling.
@@ -78,6 +79,8 @@ def build(name: str, params: Sequence[SamplingParams] | SamplingParams, **config
         "oracle": oracle(answers),
         "near_oracle": near_oracle(answers),
         "scripted": bushy_drafter(VOCAB, seed=9),
+        "text": letters_drafter("text", VOCAB),
+        "tokens": letters_drafter("tokens", VOCAB),
     }
     return tiny_llm(MODEL, drafter=special.get(name, name), **config)
 
@@ -125,7 +128,7 @@ def test_a_batch_of_different_parameters() -> None:
         ]
 
 
-@pytest.mark.parametrize("name", ["auto", "model", "hybrid_self", "near_oracle"])
+@pytest.mark.parametrize("name", ["auto", "model", "hybrid_self", "near_oracle", "text", "tokens"])
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
     """Blocks that speculation left in the cache must hold the KV of the text alone.
@@ -149,7 +152,8 @@ def test_same_text_from_the_prefix_cache(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "bushy", "auto", "model", "self", "hybrid", "hybrid_self", "near_oracle"]
+    "name",
+    ["none", "bushy", "auto", "model", "self", "hybrid", "hybrid_self", "near_oracle", "text"],
 )
 @pytest.mark.parametrize("kind", ["greedy", "all"])
 def test_same_text_when_memory_runs_out(

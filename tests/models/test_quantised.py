@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from draftwood.errors import ConfigError, ModelError
 from draftwood.llm import LLM
 from draftwood.models import load, sources
 from draftwood.models.formats import Bits, file_name
+from draftwood.models.known_quality import KnownQuality, quality_of, remember
 from draftwood.models.load import Placement, choose_form
 from draftwood.models.quantised_convert import count_parameters, why_not_quantised
 from draftwood.sampling import SamplingParams
@@ -76,6 +78,18 @@ def test_large_models_on_a_cpu_run_in_8_bits(folder: Path, monkeypatch: pytest.M
     assert choose_form(str(folder), bfloat16, None).form == "float32"
 
 
+def test_draft_models_on_a_cpu_take_the_fastest_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below 300 M parameters 8 bits: 4 cost SmolLM2 two choices in five."""
+    draft = Placement(CPU, draft=True)
+    assert choose_form(str(folder), draft, None).form == "int8"
+    monkeypatch.setattr(load, "INT4_FROM_PARAMETERS", 1000)
+    assert choose_form(str(folder), draft, None).form == "int4"
+    asked = Placement(CPU, quantization="none", draft=True)
+    assert choose_form(str(folder), asked, None).form == "float32"
+
+
 def test_what_cannot_be_had_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="quantization is 'int2': use int8, int4, none"):
         LLM(str(folder), quantization="int2")
@@ -125,3 +139,17 @@ def test_8_bits_pass_the_quality_bar() -> None:
     for result in results:
         assert abs(result.perplexity_change) < 0.015, result
         assert 0 < result.divergence < 0.02, result
+
+
+def test_what_is_known_of_a_form_is_said_or_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setenv("DRAFTWOOD_CACHE", str(tmp_path / "cache"))
+    spec = LLM(str(folder), quantization="int8").model.spec
+    assert quality_of(spec) is None
+    packaged = replace(spec, name="qwen2.5-coder-1.5b", fingerprint="another")
+    assert quality_of(packaged) == KnownQuality(0.0026, -0.0018)
+    assert quality_of(replace(packaged, quantization="none")) is None
+    remember(spec, KnownQuality(0.5, 0.1))
+    assert quality_of(spec) == KnownQuality(0.5, 0.1)
+    assert quality_of(packaged) == KnownQuality(0.0026, -0.0018)

@@ -17,7 +17,7 @@ from draftwood.engine.controller import Controller
 from draftwood.engine.costs import CostModel
 from draftwood.sampling import Verdict
 from draftwood.tree import TokenTree
-from draftwood.tree.shape import CostTable, best_sizes
+from draftwood.tree.shape import CostTable, best_size
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -157,11 +157,28 @@ def test_cost_table_interpolates_and_extrapolates() -> None:
 
 def test_tree_size_weighs_gain_against_cost() -> None:
     tree = TokenTree.chain(range(9), decay=0.5)
-    assert best_sizes([tree], CostTable((1, 9), (1.0, 1.0))) == 8
-    assert best_sizes([tree], CostTable((1, 9), (1.0, 9.0))) == 0
-    # 1 + .5 tokens at 1.2, 1.75 at 1.4, 1.875 at 1.6, ...: two nodes are 1.25 a second, the most.
-    assert best_sizes([tree], CostTable((1, 11), (1.0, 3.0))) in (1, 2)
-    assert best_sizes([tree], CostTable((1, 11), (1.0, 3.0)), trust=0.1) == 0
+    assert best_size([tree], CostTable((1, 9), (1.0, 1.0)))[0] == 8
+    assert best_size([tree], CostTable((1, 9), (1.0, 9.0))) == (0, 1.0)
+    # 1 + .5 tokens at 1.2, 1.75 at 1.4, 1.875 at 1.6, ...: both are 1.25 a second, the most.
+    size, gain = best_size([tree], CostTable((1, 11), (1.0, 3.0)))
+    assert size in (1, 2)
+    assert gain == pytest.approx(1.25)
+    assert best_size([tree], CostTable((1, 11), (1.0, 3.0)), trust=0.1)[0] == 0
+
+
+def test_the_time_of_drafting_can_make_it_a_loss() -> None:
+    """A draft model of 0.11 s beside a forward of 0.025 s kept drafting, at a third of the speed.
+
+    Its seconds were counted for plain decoding too. They are spent by the time the size is chosen,
+    so the tree is verified, but a round that had not drafted would have been faster.
+    """
+    tree = TokenTree.chain(range(9), decay=0.9)
+    cost = CostTable((1, 9), (1.0, 1.0))
+    tokens = sum(0.9**depth for depth in range(9))
+    assert best_size([tree], cost, overhead_s=4.0) == (8, pytest.approx(tokens / 5))
+    size, gain = best_size([tree], cost, overhead_s=9.0)
+    assert (size, gain) == (8, pytest.approx(tokens / 10))
+    assert gain < 1
 
 
 def costs(*seconds: float) -> CostModel:
@@ -169,25 +186,43 @@ def costs(*seconds: float) -> CostModel:
     return CostModel(table, table, 0)
 
 
-def test_controller_rests_longer_and_longer_and_recovers() -> None:
-    """A drafter that is never right must cost next to nothing, and get another chance."""
-    controller = Controller(costs(1.0, 2.0), 8)
-    tree = TokenTree.chain([0, 1, 2], decay=0.1)
+def rounds(controller: Controller, tree: TokenTree, count: int, draft_s: float, right: bool) -> int:
+    """Runs rounds with one tree that is always or never right; in how many it was asked for."""
     asked = 0
-    for _ in range(400):
+    for _ in range(count):
         if controller.budget():
             asked += 1
             [cut] = controller.choose([tree], 0)
-            controller.observe([cut], 0, 0.0)
-    assert 3 <= asked <= 14
+            controller.observe([cut], len(cut) - 1 if right else 0, draft_s)
+    return asked
+
+
+def test_controller_rests_longer_and_longer_and_recovers() -> None:
+    """A dear drafter that is never right must cost next to nothing, and get another chance."""
+    controller = Controller(costs(1.0, 2.0), 8)
+    bad = TokenTree.chain([0, 1, 2], decay=0.1)
+    assert 3 <= rounds(controller, bad, 400, 0.5, right=False) <= 25
+    assert rounds(controller, bad, 640, 0.5, right=False) <= 12
     good = TokenTree.chain([0, 1, 2], decay=1.0)
     controller = Controller(costs(1.0, 1.1), 8, trust=0.01)
-    for _ in range(2000):
-        if controller.budget():
-            [cut] = controller.choose([good], 0)
-            controller.observe([cut], len(cut) - 1, 0.0)
+    rounds(controller, good, 3000, 0.5, right=True)
     assert controller.trust > 0.5
-    assert controller.budget() == 8
+    assert rounds(controller, good, 10, 0.5, right=True) == 10
+
+
+def test_cheap_drafting_rests_for_a_few_rounds_only() -> None:
+    """A lookup finds nothing for a hundred rounds, and then a passage is repeated word by word."""
+    controller = Controller(costs(1.0, 1.1), 8)
+    bad = TokenTree.chain([0, 1, 2], decay=0.01)
+    assert 20 <= rounds(controller, bad, 100, 0.02, right=False) <= 60
+    good = TokenTree.chain([0, 1, 2], decay=1.0)
+    assert rounds(controller, good, 60, 0.02, right=True) >= 40
+
+
+def test_a_draft_slower_than_its_target_is_soon_left_alone() -> None:
+    controller = Controller(costs(0.025, 0.025, 0.025), 8)
+    tree = TokenTree.chain([0, 1, 2], decay=0.9)
+    assert rounds(controller, tree, 1000, 0.11, right=True) <= 40
 
 
 def test_gumbel_top_tokens_are_what_a_draft_like_the_target_proposes() -> None:

@@ -70,11 +70,15 @@ def measure(
         watch: told every run.
 
     Raises:
-        ConfigError: there are fewer prompts than a group takes.
+        ConfigError: there are fewer prompts that fit the context than a group takes.
     """
-    most = max(concurrencies)
+    most, room = max(concurrencies), llm.engine.max_length - (params.max_tokens or 1)
+    prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if len(prompts) < most:
-        raise ConfigError(f"{len(prompts)} prompts for {most} at once: give more, or ask for less")
+        raise ConfigError(
+            f"{len(prompts)} prompts fit the context, and {most} are to run at once:"
+            " give more, or ask for less"
+        )
     engines = {
         PLAIN: llm.make_engine(llm.make_drafter("none")),
         drafter: llm.make_engine(llm.make_drafter(drafter)),
@@ -126,7 +130,6 @@ class _Result:
 
 
 def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> _Result:
-    engine.prefix.clear()
     begin = perf_counter()
     seqs = [engine.add(prompt, params) for prompt in prompts]
     started, early = begin, 0
@@ -136,9 +139,10 @@ def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampling
             if started == begin and all(seq.output_ids for seq in seqs):
                 started, early = perf_counter(), sum(len(seq.output_ids) for seq in seqs)
     finally:
+        end = perf_counter()
         for seq in seqs:
             engine.abort(seq)
-    end = perf_counter()
+        engine.prefix.clear()  # the engines share one pool, and no prompt may be found there
     texts = [seq.output_ids for seq in seqs]
     return _Result(texts, end - begin, end - started, sum(map(len, texts)) - early)
 

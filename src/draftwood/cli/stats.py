@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cache import human_bytes
-from draftwood.models.known_quality import quality_of
 
 if TYPE_CHECKING:
     from draftwood.engine.observers import RoundTimer
@@ -52,6 +51,8 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
 
 def model_record(llm: LLM, load_s: float) -> dict[str, Any]:
     """What answered, as JSON."""
+    from draftwood.models.known_quality import quality_of
+
     spec = llm.model.spec
     return {
         "model": spec.name,
@@ -98,6 +99,8 @@ def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -
 
 
 def _quality(llm: LLM) -> list[str]:
+    from draftwood.models.known_quality import quality_of
+
     spec = llm.model.spec
     if spec.quantization == "none":
         return []

@@ -14,11 +14,12 @@ from typing import Any
 
 from draftwood.engine.costs import CostModel
 from draftwood.tree import TokenTree
-from draftwood.tree.shape import best_sizes
+from draftwood.tree.shape import best_size
 from draftwood.tree.token_tree import pack_best
 
 _PROBE_NODES = 2
 _MAX_REST = 64
+_CHEAP = 0.5  # drafting that takes this share of a forward may rest for the longest time
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class Controller:
         max_nodes: most draft nodes per sequence and round.
         trust: accepted draft tokens over promised ones, as a moving average.
         draft_s: seconds of drafting a round, as a moving average.
+        gain: speed over plain decoding that rounds with a draft were expected to give, as a moving
+            average; below 1 drafting rests.
         sizes: how often each number of nodes was chosen.
         num_drafted_rounds: rounds that verified a draft.
         num_expected, num_accepted: draft tokens expected to be accepted in them, and those that
@@ -44,6 +47,7 @@ class Controller:
     num_drafted_rounds: int = 0
     num_expected: float = 0.0
     num_accepted: int = 0
+    gain: float = 1.0
     _resting: int = 0
     _rest: int = 0
 
@@ -74,18 +78,22 @@ class Controller:
             trees = pack_best(trees, room)
         if proposed == 0 or room == 0 or self.cost is None:
             return list(trees)
-        size = best_sizes(
+        cost = self.cost.at(context)
+        size, gain = best_size(
             trees,
-            self.cost.at(context),
+            cost,
             trust=self.trust,
             other_rows=other_rows,
             overhead_s=self.draft_s,
         )
         self.sizes[size] = self.sizes.get(size, 0) + 1
-        if size == 0:
-            return self._probe_or_rest(trees)
-        self._rest = 0
-        return pack_best(trees, size)
+        self.gain += 0.25 * (gain - self.gain)
+        # What this round's draft took is spent, so its best size is verified in any case.
+        if gain >= 1:
+            self._rest = 0
+        elif self.gain < 1:
+            self._begin_rest(self.draft_s / cost(len(trees) + other_rows))
+        return pack_best(trees, size if size > 0 else _PROBE_NODES)
 
     def observe(self, trees: Sequence[TokenTree], num_accepted: int, draft_s: float) -> None:
         """Learns from a round in which something was drafted."""
@@ -114,8 +122,13 @@ class Controller:
             "pace": cost.pace if cost else None,
         }
 
-    def _probe_or_rest(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Drafting does not pay now: rest twice as long as last time, after one small probe."""
-        self._rest = min(max(2 * self._rest, 1), _MAX_REST)
+    def _begin_rest(self, price: float) -> None:
+        """Drafting does not pay now: it rests, twice as long as last time.
+
+        Args:
+            price: seconds of drafting over those of a plain forward. Cheap drafting rests for a few
+                rounds only, so that it is there when the text begins to repeat itself.
+        """
+        longest = max(1, min(_MAX_REST, round(_MAX_REST * price / _CHEAP)))
+        self._rest = min(max(2 * self._rest, 1), longest)
         self._resting = self._rest
-        return pack_best(trees, _PROBE_NODES)

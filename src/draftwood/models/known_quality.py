@@ -32,7 +32,13 @@ class KnownQuality:
 
 
 # By name, form and version of that form.
-_PACKAGED: dict[tuple[str, str, int], KnownQuality] = {}
+_PACKAGED = {
+    ("smollm2-135m", "int8", 2): KnownQuality(0.0038, 0.0069),
+    ("qwen2.5-coder-0.5b", "int8", 2): KnownQuality(0.0019, -0.0049),
+    ("qwen2.5-coder-1.5b", "int8", 2): KnownQuality(0.0026, -0.0018),
+    ("smollm2-135m", "int4", 1): KnownQuality(0.61, 0.81),
+    ("qwen2.5-coder-0.5b", "int4", 1): KnownQuality(0.19, 0.29),
+}
 
 
 def quality_of(spec: ModelSpec) -> KnownQuality | None:

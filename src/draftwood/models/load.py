@@ -18,6 +18,9 @@ from draftwood.models.sources import ModelFiles, peek_config, resolve
 INT8_FROM_PARAMETERS = 300_000_000
 """On a CPU, models from this size on run in 8 bits unless told otherwise."""
 
+INT4_FROM_PARAMETERS = 300_000_000
+"""On a CPU, draft models from this size on run in 4 bits unless told otherwise, others in 8."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -47,7 +50,7 @@ class Choice:
 
 
 def choose_form(name: str, placement: Placement, progress: Progress | None) -> Choice:
-    """8 bits for large models on a CPU that can run them so, 4 for draft models, else floats.
+    """Quantised weights for large and for draft models on a CPU that can run them, else floats.
 
     Raises:
         ConfigError: quantised weights are asked for and cannot be had.
@@ -66,11 +69,13 @@ def choose_form(name: str, placement: Placement, progress: Progress | None) -> C
         return Choice("int8" if placement.quantization == "int8" else "int4", "as asked")
     if obstacle:
         return Choice("float32", obstacle)
-    if placement.draft:
-        return Choice("int4", "a draft model on a CPU")
     from draftwood.models.quantised_convert import count_parameters
 
     count = count_parameters(config())
+    if placement.draft:
+        # A small model loses too much of what it knows to 4 bits, and is fast in 8.
+        form: Form = "int8" if count < INT4_FROM_PARAMETERS else "int4"
+        return Choice(form, "a draft model on a CPU")
     if count < INT8_FROM_PARAMETERS:
         return Choice("float32", "small enough for float32")
     return Choice("int8", f"{count / 1e6:.0f} M parameters on a CPU")

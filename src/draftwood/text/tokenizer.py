@@ -89,6 +89,12 @@ class Tokenizer:
             raise PromptError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
+    def definition(self) -> dict[str, Any] | None:
+        """What a tokenizer.json says of it; None for a tokenizer that is a Python program."""
+        inner = getattr(self._backend, "backend_tokenizer", None)
+        read: dict[str, Any] | None = None if inner is None else json.loads(inner.to_str())
+        return read
+
     @cached_property
     def token_strings(self) -> list[str | None]:
         """The vocabulary's own spelling of each id; None for ids without one."""

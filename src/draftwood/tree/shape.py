@@ -36,14 +36,14 @@ class CostTable:
         return max(y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0), 0.0)
 
 
-def best_sizes(
+def best_size(
     trees: Sequence[TokenTree],
     cost: Callable[[int], float],
     *,
     trust: float = 1.0,
     other_rows: int = 0,
     overhead_s: float = 0.0,
-) -> int:
+) -> tuple[int, float]:
     """How many draft nodes, over all trees together, maximise tokens per second.
 
     Args:
@@ -54,15 +54,17 @@ def best_sizes(
         overhead_s: seconds of the round besides the forward that do not depend on the size.
 
     Returns:
-        The number of draft nodes, 0 for plain decoding.
+        The number of draft nodes, 0 for plain decoding; and how many times the speed of a round
+        that had not drafted at all this is expected to give. Below 1 the drafting was a loss.
     """
     scores = sorted((score for tree in trees for score in tree.scores[1:]), reverse=True)
     base = len(trees) + other_rows
     expected = float(len(trees))
-    best_rate, best_size = expected / (cost(base) + overhead_s), 0
+    plain_rate = expected / cost(base)
+    best_rate, best = expected / (cost(base) + overhead_s), 0
     for size, score in enumerate(scores, start=1):
         expected += score * trust
         rate = expected / (cost(base + size) + overhead_s)
         if rate > best_rate:
-            best_rate, best_size = rate, size
-    return best_size
+            best_rate, best = rate, size
+    return best, best_rate / plain_rate
