@@ -31,9 +31,10 @@ from draftwood.draft.model import ModelDrafter
 from draftwood.draft.synthetic import OracleDrafter, RandomDrafter, ScriptedDrafter
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.kv import BlockPool, Plane
-from draftwood.llm import LLM, RequestOutput
+from draftwood.llm import LLM
 from draftwood.models.base import Model, ModelSpec
 from draftwood.models.hf import HFModel, _register
+from draftwood.outputs import RequestOutput
 from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder

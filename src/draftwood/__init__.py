@@ -25,7 +25,8 @@ from draftwood.errors import (
 
 if TYPE_CHECKING:
     from draftwood.draft.base import Drafter, Outcome
-    from draftwood.llm import LLM, Delta, RequestOutput
+    from draftwood.llm import LLM
+    from draftwood.outputs import Delta, RequestOutput
     from draftwood.sampling import SamplingParams, StructuredOutputsParams
     from draftwood.tree import TokenTree
 
@@ -55,8 +56,8 @@ __all__ = [
 # torch takes a second or two to import: only what needs it pays.
 _LAZY = {
     "LLM": "draftwood.llm",
-    "Delta": "draftwood.llm",
-    "RequestOutput": "draftwood.llm",
+    "Delta": "draftwood.outputs",
+    "RequestOutput": "draftwood.outputs",
     "SamplingParams": "draftwood.sampling",
     "StructuredOutputsParams": "draftwood.sampling",
     "Drafter": "draftwood.draft.base",

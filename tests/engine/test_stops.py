@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.llm import RequestOutput
+from draftwood.outputs import RequestOutput
 from draftwood.sampling import SamplingParams
 from draftwood.text import Tokenizer
 from tests.tiny import (

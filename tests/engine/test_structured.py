@@ -23,7 +23,8 @@ from draftwood.draft.synthetic import ScriptedDrafter
 from draftwood.engine.observers import Round
 from draftwood.engine.scheduler import Scheduler
 from draftwood.grammars import GrammarCompiler
-from draftwood.llm import LLM, RequestOutput
+from draftwood.llm import LLM
+from draftwood.outputs import RequestOutput
 from draftwood.sampling import SamplingParams, StructuredOutputsParams, choose
 from draftwood.sampling.grammar import Grammar, GrammarFailureError
 from draftwood.text import Tokenizer

@@ -18,7 +18,8 @@ from draftwood.cli.stats import output_record, tokens_per_s
 
 if TYPE_CHECKING:
     from draftwood.engine.engine import Engine
-    from draftwood.llm import LLM, RequestOutput
+    from draftwood.llm import LLM
+    from draftwood.outputs import RequestOutput
     from draftwood.sampling import SamplingParams
 
 _DEFAULT_TOKENS = 128

@@ -15,7 +15,7 @@ from draftwood.errors import DraftwoodError
 if TYPE_CHECKING:
     from draftwood.engine.engine import Engine
     from draftwood.engine.sequence import Sequence as EngineSequence
-    from draftwood.llm import RequestOutput
+    from draftwood.outputs import RequestOutput
     from draftwood.sampling import SamplingParams
 
 OnText = Callable[[int, str, bool], None]
@@ -99,7 +99,7 @@ def complete(engine: Engine, requests: Sequence[Request], on_text: OnText | None
     Raises:
         PromptError, ConfigError: a request cannot be served.
     """
-    from draftwood.llm import make_output
+    from draftwood.outputs import make_output
 
     seqs: list[EngineSequence] = []
     with Interrupt() as interrupt:

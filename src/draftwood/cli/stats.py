@@ -11,7 +11,8 @@ from draftwood.cache import human_bytes
 if TYPE_CHECKING:
     from draftwood.engine.observers import RoundTimer
     from draftwood.kv.tiers import TierCounters
-    from draftwood.llm import LLM, RequestOutput
+    from draftwood.llm import LLM
+    from draftwood.outputs import RequestOutput
 
 
 def tokens_per_s(output: RequestOutput) -> float:
