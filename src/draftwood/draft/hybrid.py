@@ -23,10 +23,9 @@ from torch import Tensor
 from draftwood.attention import Work, pack
 from draftwood.draft.base import DraftContext, Outcome
 from draftwood.draft.combine import LookupDrafter
-from draftwood.draft.model import likely_tokens
+from draftwood.draft.model import likely_tokens, top_shares
 from draftwood.draft.rated import COUNTED, RatedTree
 from draftwood.errors import CapacityError
-from draftwood.kernels import ops
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
 from draftwood.tree import TokenTree
@@ -276,7 +275,7 @@ class AutoDrafter(LookupDrafter):
     ) -> list[list[tuple[int, float]]]:
         """The likeliest tokens at each node of a path, with their probabilities."""
         if seq.params.greedy:
-            shares, tokens = _top_shares(logits, min(_BRANCHES, logits.shape[-1]))
+            shares, tokens = top_shares(logits, min(_BRANCHES, logits.shape[-1]))
             return [
                 list(zip(ids, ps, strict=True))
                 for ids, ps in zip(tokens.tolist(), shares.tolist(), strict=True)
@@ -286,12 +285,3 @@ class AutoDrafter(LookupDrafter):
             likely_tokens(row, seq.params, seq.seed, first + i)[:_BRANCHES]
             for i, row in enumerate(logits)
         ]
-
-
-def _top_shares(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest softmax probabilities of each row, and their tokens."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and ops.available():
-        return ops.top_shares(logits, k)
-    top = torch.topk(logits.float(), k, dim=-1)
-    whole = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-    return torch.exp(top.values - whole), top.indices

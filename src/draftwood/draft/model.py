@@ -17,10 +17,12 @@ from draftwood.draft.base import DraftContext, Drafter, Outcome
 from draftwood.draft.grow import Calibrator
 from draftwood.draft.levels import BRANCHES, MAX_EXPANDED, Growth, LevelGrower
 from draftwood.errors import CapacityError
+from draftwood.kernels import ops
 from draftwood.kv import BlockPool, Lease
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams
 from draftwood.sampling.noise import gumbel
+from draftwood.sampling.pick import top_noisy
 from draftwood.sampling.processors import log_probs
 from draftwood.tree import TokenTree
 
@@ -144,19 +146,24 @@ def likely_tokens(
         (column, prior of acceptance), best first.
     """
     if params.greedy:
-        scores = torch.softmax(logits, dim=-1)
-        top = torch.topk(scores, min(BRANCHES, len(scores)))
-        return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    scores = log_probs(logits, params).double()
+        shares, best = top_shares(logits[None], min(BRANCHES, len(logits)))
+        return list(zip(best[0].tolist(), shares[0].tolist(), strict=True))
     if tokens is None:
-        tokens = torch.arange(len(scores), device=scores.device)
-    noisy = scores + gumbel(seed, position, tokens)
-    top = torch.topk(noisy, min(BRANCHES + 1, len(scores)))
+        columns, keys = top_noisy(logits, params, seed, position, BRANCHES + 1)
+    else:
+        noisy = log_probs(logits, params).double() + gumbel(seed, position, tokens)
+        top = torch.topk(noisy, min(BRANCHES + 1, len(noisy)))
+        kept = top.values > float("-inf")
+        columns, keys = top.indices[kept].tolist(), top.values[kept].tolist()
     # How far a token leads over the others tells how safe it is under a small disagreement.
-    values = top.values.tolist()
-    weights = torch.softmax(top.values, dim=-1).tolist()
-    return [
-        (column, weight)
-        for column, weight, value in zip(top.indices.tolist(), weights, values, strict=True)
-        if value > float("-inf")
-    ][:BRANCHES]
+    weights = torch.softmax(torch.tensor(keys), dim=-1).tolist()
+    return list(zip(columns, weights, strict=True))[:BRANCHES]
+
+
+def top_shares(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest softmax probabilities of each row, and their tokens."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and ops.available():
+        return ops.top_shares(logits, k)
+    top = torch.topk(logits.float(), k, dim=-1)
+    whole = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    return torch.exp(top.values - whole), top.indices

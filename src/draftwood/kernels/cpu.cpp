@@ -3,6 +3,7 @@
 // Compiled on the user's machine for its own instruction set (build.py), with
 // -ffp-contract=off: a fused multiply-add is where it is written and nowhere else.
 #include "decoder.hpp"
+#include "noise.hpp"
 
 #define DW_API extern "C" __attribute__((visibility("default")))
 
@@ -128,9 +129,20 @@ DW_API void dw_top_shares(const float* x, int64_t rows, int64_t n, int64_t strid
     for_rows(rows, n / 32, threads, [&](int64_t r) {
         float* out = shares + r * k;
         top_k_row(x + r * stride, n, k, out, indices + r * k);
-        const float whole = log_sum_row(x + r * stride, n, out[0]);
+        const float whole = log_sum_row(x + r * stride, n, out[0], 1.0f);
         for (int i = 0; i < k; ++i) out[i] = std::exp(out[i] - whole);
     });
+}
+
+// The k tokens of one row with the highest x / temperature + noise, best first.
+DW_API void dw_noisy_top(const float* x, int64_t n, float temperature, uint64_t key, int k,
+                         double* keys, int64_t* tokens) {
+    noisy_top_row(x, n, temperature, key, k, keys, tokens);
+}
+
+// log(sum(exp(x / temperature))) of one row whose largest value is `top`
+DW_API double dw_log_sum(const float* x, int64_t n, float temperature, float top) {
+    return log_sum_row(x, n, top, temperature);
 }
 
 // q [rows of all segments, heads, dim] -> out, the same shape

@@ -32,6 +32,8 @@ __all__ = [
     "attention",
     "available",
     "instruction_set",
+    "log_sum_exp",
+    "noisy_top",
     "pack_int8",
     "quantised_embedding",
     "quantised_linear",
@@ -192,6 +194,45 @@ def argmax(x: Tensor) -> list[int]:
 def top_shares(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Like `top_k`, with softmax probabilities over the whole row in the place of values."""
     return _top("dw_top_shares", x, k)
+
+
+def noisy_top(x: Tensor, temperature: float, key: int, k: int) -> tuple[Tensor, Tensor]:
+    """The k tokens of a [V] row with the highest x / temperature + Gumbel noise, best first.
+
+    Args:
+        x: logits.
+        temperature: above 0.
+        key: of the noise's stream, 64 bits; see `sampling.noise`.
+        k: how many.
+
+    Returns:
+        [k] float64 sums and [k] int64 tokens; among equals the lower token comes first.
+    """
+    assert (x.dtype, x.device.type) == (torch.float32, "cpu")
+    assert x.is_contiguous()
+    assert 0 < k <= len(x)
+    keys = torch.empty(k, dtype=torch.float64)
+    tokens = torch.empty(k, dtype=torch.int64)
+    library().dw_noisy_top(
+        pointer(x),
+        int64(len(x)),
+        ctypes.c_float(temperature),
+        ctypes.c_uint64(key),
+        k,
+        pointer(keys),
+        pointer(tokens),
+    )
+    return keys, tokens
+
+
+def log_sum_exp(x: Tensor, temperature: float, top: float) -> float:
+    """log(sum(exp(x / temperature))) of a [V] row whose largest value is `top`."""
+    assert (x.dtype, x.device.type) == (torch.float32, "cpu")
+    assert x.is_contiguous()
+    function = library().dw_log_sum
+    function.restype = ctypes.c_double
+    result = function(pointer(x), int64(len(x)), ctypes.c_float(temperature), ctypes.c_float(top))
+    return float(result)
 
 
 def _top(function: str, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

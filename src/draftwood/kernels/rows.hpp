@@ -90,15 +90,15 @@ static void top_k_row(const float* x, int64_t n, int k, float* values, int64_t* 
     }
 }
 
-// log(sum(exp(x))) of a row whose largest value is `top`.
-static float log_sum_row(const float* x, int64_t n, float top) {
-    const F16 shift = F16::set(top);
+// log(sum(exp(x / temperature))) of a row whose largest value is `top`.
+static float log_sum_row(const float* x, int64_t n, float top, float temperature) {
+    const F16 shift = F16::set(top), scale = F16::set(temperature);
     F16 total = F16::set(0.0f);
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) total = total + exp(F16::load(x + i) - shift);
+    for (; i + 16 <= n; i += 16) total = total + exp((F16::load(x + i) - shift) / scale);
     float rest = 0.0f;
-    for (; i < n; ++i) rest += std::exp(x[i] - top);
-    return top + std::log(sum(total) + rest);
+    for (; i < n; ++i) rest += std::exp((x[i] - top) / temperature);
+    return top / temperature + std::log(sum(total) + rest);
 }
 
 }  // namespace dw

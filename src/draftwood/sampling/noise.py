@@ -30,12 +30,12 @@ def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
         logarithm; always finite.
     """
     # 52 bits, centred in their cell: never 0 or 1, so both logarithms are finite.
-    bits = _shift_right(_hash(_key(seed, position), tokens), 12)
+    bits = _shift_right(_hash(stream_key(seed, position), tokens), 12)
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 
-def _key(seed: int, position: int) -> int:
+def stream_key(seed: int, position: int) -> int:
     """One 64-bit key for a (seed, position) pair, mixed in exact Python integers."""
     return _mix_int((_mix_int(seed & _MASK) + position * _GAMMA) & _MASK)
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.sampling.noise import gumbel
 from draftwood.sampling.params import SamplingParams
-from draftwood.sampling.processors import log_probs
+from draftwood.sampling.pick import top_noisy
 from draftwood.tree import TokenTree
 
 
@@ -101,7 +100,4 @@ def choose(logits: Tensor, params: SamplingParams, seed: int, position: int) -> 
     """
     if params.greedy:
         return int(logits.argmax())
-    scores = log_probs(logits, params)
-    kept = torch.nonzero(scores > float("-inf")).squeeze(-1)
-    keys = scores[kept].double() + gumbel(seed, position, kept)
-    return int(kept[keys.argmax()])
+    return top_noisy(logits, params, seed, position, 1)[0][0]
