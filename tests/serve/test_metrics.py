@@ -1,7 +1,8 @@
-"""What Prometheus is told: vLLM's names and buckets, and numbers that equal those of the requests."""
+"""What Prometheus is told: vLLM's names and buckets, and the numbers of the requests."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -276,7 +277,7 @@ def check_disk(llm: TinyLLM, metrics: Metrics, *, restored: bool) -> None:
 
 
 def test_preemptions_aborts_and_failing_drafters_are_counted() -> None:
-    """What goes wrong is seen: memory that runs out, a client that leaves, a drafter that raises."""
+    """What goes wrong is seen: memory runs out, a client leaves, a drafter raises."""
 
     class Failing(Drafter):
         name = "failing"
@@ -326,7 +327,7 @@ def test_counters_only_grow_while_others_scrape() -> None:
     values = [one["vllm:generation_tokens_total"] for one in seen]
     assert len(set(values)) > 2, "scraped before and after only"
     assert values[-1] == 6 * 60
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in itertools.pairwise(seen):
         assert all(after[name] >= value for name, value in before.items())
 
 
@@ -351,7 +352,7 @@ def test_beams_count_as_one_request() -> None:
 
 
 def test_a_stop_string_takes_back_no_count() -> None:
-    """What a stop string cuts off within a round was not accepted, as in the request's own counts."""
+    """What a stop string cuts off within a round was not accepted."""
     llm = bushy()
     [prompt] = random_prompts([12], vocab_size=8)
     [text] = [llm.outputs([prompt], long())[0].text]
