@@ -367,7 +367,10 @@ def test_a_stop_string_takes_back_no_count() -> None:
 
 
 def test_sources_of_a_strange_drafter_do_not_grow_without_end() -> None:
-    """A drafter that names each node differently gets sixteen names and "other"."""
+    """A drafter that names each node differently gets sixteen names and "other".
+
+    What is behind a colon says how a node was found, and is no name.
+    """
     llm = bushy()
     metrics = watched(llm)
     inner = bushy_drafter(8)
@@ -387,7 +390,7 @@ def test_sources_of_a_strange_drafter_do_not_grow_without_end() -> None:
 
 def renamed(tree: Any, salt: int) -> Any:
     """The tree with a name of its own for every node."""
-    names = ("", *(f"{salt}-{node}" for node in range(1, len(tree))))
+    names = ("", *(f"{salt % 2}-{node}:{salt}" for node in range(1, len(tree))))
     return type(tree)(tree.tokens, tree.parents, tree.scores, names)
 
 

@@ -184,9 +184,9 @@ class _RoundMetrics:
         for position in range(num_accepted):
             self._by_position[str(position)].inc()
         for source in tree.sources[1:]:
-            self._drafted_by[source or "unknown"].inc()
+            self._drafted_by[_drafter(source)].inc()
         for node in verdict.path[1 : num_accepted + 1]:
-            self._accepted_by[tree.sources[node] or "unknown"].inc()
+            self._accepted_by[_drafter(tree.sources[node])].inc()
 
 
 class _PromptMetrics:
@@ -308,6 +308,11 @@ class _RequestMetrics:
             self._decode.observe(end_s - first_s)
             if length > 1:
                 self._per_token.observe((end_s - first_s) / (length - 1))
+
+
+def _drafter(source: str) -> str:
+    """Who proposed a node: "suffix" for "suffix:8.sole", whose rest says how."""
+    return source.partition(":")[0] or "unknown"
 
 
 def _registry() -> prometheus.CollectorRegistry:
