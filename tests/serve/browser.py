@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,14 +35,16 @@ class Page:
         for option in _OPTIONS:
             options.add_argument(option)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        service = webdriver.ChromeService("/usr/bin/chromedriver")
+        options.binary_location = shutil.which("chromium") or ""
+        service = webdriver.ChromeService(shutil.which("chromedriver"))
         self.driver = webdriver.Chrome(options=options, service=service)
 
     def open(self, url: str) -> None:
         """Loads the page anew, its storage empty, and waits until it knows the model or why not."""
         self.driver.get(url)
-        self.driver.execute_script("sessionStorage.clear()")
-        self.driver.get(url)
+        if self.js("sessionStorage.length"):
+            self.driver.execute_script("sessionStorage.clear()")
+            self.driver.get(url)
         self.wait(lambda: self.text("model") != "…")
 
     def get(self, name: str) -> WebElement:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.draft.base import Drafter
 from draftwood.engine.sequence import Sequence
+from draftwood.errors import MissingExtraError
 from draftwood.sampling import SamplingParams
 from draftwood.serve.families import round_buckets
 from draftwood.serve.metrics import Metrics
@@ -406,6 +409,29 @@ def test_every_metric_is_in_the_documentation() -> None:
         if name.startswith(("vllm:", "draftwood:")) and not name.endswith("_created"):
             names.add(f"{name}_total" if family.type == "counter" else name)
     assert documented == names
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without prometheus-client the message says what to install."""
+    for name in [name for name in sys.modules if name.startswith("draftwood.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'draftwood\[server\]'"):
+        importlib.import_module("draftwood.serve.metrics")
+
+
+def test_metrics_go_on_with_another_engine() -> None:
+    """A server that begins anew with a fresh engine keeps its counts."""
+    llm = bushy()
+    metrics = watched(llm)
+    run(llm, metrics, random_prompts([9], vocab_size=8), long())
+    llm.engine = llm.make_engine(bushy_drafter(8))
+    metrics.bind(llm.engine, lambda: 7)
+    run(llm, metrics, random_prompts([9], vocab_size=8), long())
+    scrape = Scrape(metrics)
+    assert scrape.value("vllm:generation_tokens_total") == 48
+    assert scrape.value("vllm:num_requests_waiting") == 7
+    assert scrape.value("vllm:time_to_first_token_seconds_count") == 2
 
 
 def test_a_registry_can_be_given() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from selenium.webdriver.common.keys import Keys
 
-from draftwood.serve.page import CONTENT_SECURITY_POLICY, static_files
+from draftwood.errors import MissingExtraError
+from draftwood.serve.page import CONTENT_SECURITY_POLICY, mount_page, static_files
 from tests.serve.browser import Page
 from tests.serve.fake_api import KEY, MODEL, FakeAPI, Running
 from tests.serve.record import ANSWERS
@@ -84,6 +87,25 @@ def test_other_files_are_not_served(api: FakeAPI, name: str) -> None:
     status, _, body = get(f"{api.url}/static/{name}")
     assert status == 404
     assert b"draftwood.errors" not in body
+
+
+def test_the_page_is_no_part_of_the_api(api: FakeAPI) -> None:
+    """OpenAPI's document does not have it; HEAD is answered, other methods are not."""
+    assert not [path for path in api.app.openapi()["paths"] if not path.startswith("/v1/")]
+    for method, wanted in (("HEAD", 200), ("POST", 405)):
+        request = urllib.request.Request(f"{api.url}/", method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                status = answer.status
+        except urllib.error.HTTPError as error:
+            status = error.code
+        assert status == wanted
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'draftwood\[server\]'"):
+        mount_page(FastAPI())
 
 
 def test_files_ask_nothing_of_others() -> None:

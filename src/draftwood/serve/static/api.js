@@ -29,7 +29,7 @@ async function ask(path, options) {
 
 async function refusal(response) {
   const { status } = response;
-  if (status === 401 || status === 403) {
+  if (status === 401) {
     return new Trouble("The server asks for an API key: enter it under Parameters.", status);
   }
   if (status === 429) {

@@ -324,7 +324,7 @@ function failed(error, run, question) {
     notice(error instanceof Trouble ? error.message : `Something in this page failed: ${error.message}`);
     if (!(error instanceof Trouble)) console.error(error);
   }
-  if (error.status === 401 || error.status === 403) {
+  if (error.status === 401) {
     $("settings").open = true;
     $("key").focus();
   }
