@@ -271,6 +271,19 @@ def test_the_conversation_goes_on_and_begins_anew(page: Page, api: FakeAPI) -> N
     assert len(api.asked[-1]["messages"]) == 1
 
 
+def test_the_first_sight_explains_itself(page: Page, api: FakeAPI) -> None:
+    """Before anything is asked there is an example, said to be one, and questions to click."""
+    assert page.text("sentence").startswith('An example. 8 guesses, 3 right: " brown fox jumps"')
+    assert len(page.all("#tree g")) == 8 + 2
+    idea = page.all(".idea")[1]
+    words = idea.text
+    idea.click()
+    page.finish()
+    assert api.asked[0]["messages"] == [{"role": "user", "content": words}]
+    assert not page.get("hello").is_displayed()
+    assert not page.text("sentence").startswith("An example")
+
+
 def test_parameters_are_sent(page: Page, api: FakeAPI) -> None:
     for name, value in (
         ("temperature", "0.7"),
@@ -405,7 +418,7 @@ def test_the_keyboard_is_enough(page: Page, api: FakeAPI) -> None:
         reached.append(focus("document.activeElement.id || document.activeElement.className"))
         if reached[-1] == "question":
             break
-    assert reached == ["skip", "speculation", "new", "log", "question"]
+    assert reached == ["skip", "speculation", "new", "log", *["idea"] * 3, "question"]
     active = page.driver.switch_to.active_element
     active.send_keys("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two", Keys.ENTER)
     page.finish()
@@ -427,7 +440,7 @@ def test_everything_has_a_name(page: Page) -> None:
     page.js("document.querySelectorAll('details').forEach(d => { d.open = true })")
     things = page.all("button, input, textarea, summary, svg[role=img], [role=log], [role=group]")
     assert len(things) > 20
-    for thing in things:
+    for thing in filter(lambda one: one.is_displayed(), things):
         assert thing.accessible_name.strip(), thing.get_attribute("outerHTML")
 
 

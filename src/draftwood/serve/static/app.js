@@ -2,7 +2,8 @@
 
 import { Trouble, modelName, streamChat } from "./api.js";
 import { acceptance, drawHistory, drawLine, drawTime, timeInWords } from "./charts.js";
-import { drafter, drawTree, kind, mark, sentence, svg, visible } from "./tree.js";
+import { drawLegend, drawTable } from "./details.js";
+import { EXAMPLE, drawTree, sentence } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -52,58 +53,28 @@ function drawRounds() {
   $("scrub").setAttribute("aria-valuetext", $("which").textContent);
   drawHistory($("history"), rounds, at);
   drawFigures();
-  if (at < 0) return clearRound();
+  $("tree").classList.toggle("example", at < 0);
+  if (at < 0) return drawExample();
   const round = rounds[at];
   $("sentence").textContent = sentence(round);
   drawTree($("tree"), round);
-  drawLegend(round);
+  drawLegend($("legend"), round);
   drawTime($("time"), round);
   $("time-note").textContent = timeInWords(round);
   $("time").setAttribute("aria-label", `Where the round's time went: ${timeInWords(round)}`);
-  if ($("table-box").open) drawTable(round);
+  if ($("table-box").open) drawTable($("table"), round);
   for (const piece of document.querySelectorAll(".answer:last-of-type .piece")) {
     piece.classList.toggle("here", state.chosen >= 0 && Number(piece.dataset.from) <= at && at < Number(piece.dataset.to));
   }
 }
 
-function clearRound() {
-  $("sentence").textContent = "No round yet.";
+/** Nothing was asked yet: what a round looks like. */
+function drawExample() {
+  $("sentence").textContent = `An example. ${sentence(EXAMPLE)}`;
+  drawTree($("tree"), EXAMPLE);
+  drawLegend($("legend"), EXAMPLE);
   $("time-note").textContent = "";
-  for (const id of ["tree", "legend", "time", "table"]) $(id).replaceChildren();
-}
-
-function drawLegend(round) {
-  const names = [...new Set(round.sources.slice(1).map(drafter))];
-  const entries = [["root", "root", "last token so far"],
-    ...names.map((name) => [name, kind(name), name]), ["target", "target", "the model's own"]];
-  $("legend").replaceChildren(...entries.map(([name, color, words]) => {
-    const item = document.createElement("li");
-    const box = svg("svg", { width: 16, height: 16, class: color, "aria-hidden": "true" }, mark(name, 8, 8));
-    const text = document.createElement("span");
-    text.textContent = words;
-    item.append(box, text);
-    return item;
-  }));
-  const item = document.createElement("li");
-  item.textContent = "filled and bold: right · thickness: score";
-  $("legend").append(item);
-}
-
-function drawTable(round) {
-  const right = new Set(round.path);
-  $("table").replaceChildren(...round.tokens.map((token, i) => {
-    const row = document.createElement("tr");
-    const code = document.createElement("code");
-    code.textContent = visible(token);
-    const cells = [i, i ? round.parents[i] : "", code, i ? round.sources[i] || "?" : "",
-      i ? round.scores[i].toFixed(3) : "", i && right.has(i) ? "yes" : ""];
-    row.append(...cells.map((cell) => {
-      const place = document.createElement("td");
-      place.append(cell);
-      return place;
-    }));
-    return row;
-  }));
+  for (const id of ["time", "table"]) $(id).replaceChildren();
 }
 
 function drawFigures() {
@@ -380,6 +351,12 @@ document.addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => state.running?.abort());
 $("new").addEventListener("click", newChat);
+for (const button of document.querySelectorAll(".idea")) {
+  button.addEventListener("click", (event) => {
+    $("question").value = button.textContent.trim();
+    submit(event);
+  });
+}
 $("before").addEventListener("click", () => step(-1));
 $("after").addEventListener("click", () => step(1));
 $("live").addEventListener("click", () => choose(state.chosen < 0 ? state.rounds.length - 1 : -1));

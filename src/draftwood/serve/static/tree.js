@@ -50,6 +50,17 @@ export function mark(name, x, y) {
   }
 }
 
+/** A round to show before there is one. */
+export const EXAMPLE = {
+  tokens: [" quick", " brown", " red", " fox", " dog", " fox", " jumps", " ran", " over"],
+  parents: [-1, 0, 0, 1, 1, 2, 3, 3, 6],
+  scores: [1, 0.8, 0.15, 0.7, 0.1, 0.12, 0.6, 0.1, 0.5],
+  sources: ["", "suffix:", "recycling:", "suffix:", "recycling:", "recycling:", "suffix:", "recycling:", "suffix:"],
+  path: [0, 1, 3, 6],
+  new_text: " brown fox jumps across",
+  new_tokens: 4,
+};
+
 function star(outer, inner) {
   const points = [...Array(10).keys()].map((i) => {
     const r = i % 2 ? inner : outer;
