@@ -2,7 +2,7 @@
 # packages; the second time that takes no time.
 #
 #   make demo    generate three texts twice, plain and speculative, and compare
-#   make test    linters, types and tests; on CI, or as root, it installs redis-server if need be
+#   make test    linters, types and tests; on CI, or as root, it installs the services they need
 #   make lint    linters and types only
 #   make format  rewrite the sources in the project's format
 #   make venv    the environment alone; then  .venv/bin/draftwood --help
@@ -18,7 +18,9 @@ TORCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-GET_REDIS := apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server
+SERVICES := redis-server prometheus chromium chromedriver
+GET_SERVICES := apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+  redis-server prometheus chromium chromium-driver
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -32,12 +34,13 @@ demo: $(VENV)/.run
 
 # On CI a service that is missing fails its tests; elsewhere they are skipped with a reason.
 test: lint services
-	DRAFTWOOD_REQUIRE_SERVICES=$(CI) $(BIN)/pytest
+	DRAFTWOOD_REQUIRE_SERVICES=$(CI) DRAFTWOOD_REQUIRE_BROWSER=$(CI) $(BIN)/pytest
 
 services:
-	@if command -v redis-server >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ]; then $(GET_REDIS); \
-	elif [ -n "$(CI)" ]; then sudo -n sh -c '$(GET_REDIS)'; \
+	@for program in $(SERVICES); do command -v $$program >/dev/null || missing=1; done; \
+	if [ -z "$$missing" ]; then :; \
+	elif [ "$$(id -u)" = 0 ]; then $(GET_SERVICES); \
+	elif [ -n "$(CI)" ]; then sudo -n sh -c '$(GET_SERVICES)'; \
 	fi || true
 
 lint: $(VENV)/.dev

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.services import need
 
 SERVER = "redis-server"
 
@@ -69,8 +67,4 @@ class Redis:
 
 def need_redis() -> None:
     """Skips where there is no redis-server, or fails where services are required."""
-    if shutil.which(SERVER) is None:
-        reason = "no redis-server: apt-get install --no-install-recommends redis-server"
-        if os.environ.get("DRAFTWOOD_REQUIRE_SERVICES"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need(SERVER)

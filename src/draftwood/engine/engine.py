@@ -64,6 +64,7 @@ class Engine:
         self.drafter = GuardedDrafter(drafter, model.spec.vocab_size)
         self.pool = pool
         self.config = config
+        self.tiers = tiers
         self.observers: list[Observer] = []
         self.prefix = PrefixIndex(pool, f"{model.spec.kv_identity}:{pool.block_size}".encode())
         behind = TieredPrefix(self.prefix, pool, tiers) if tiers else None
@@ -86,6 +87,16 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self._scheduler.has_work
+
+    @property
+    def unfinished(self) -> tuple[Sequence, ...]:
+        """All requests that run or wait, in the order of their turns."""
+        return self._scheduler.unfinished
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request was put back for others' sake."""
+        return self._scheduler.num_preemptions
 
     @property
     def max_length(self) -> int:

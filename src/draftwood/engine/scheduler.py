@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from time import perf_counter
 
 from draftwood.attention import Work
 from draftwood.config import EngineConfig
@@ -56,6 +57,9 @@ class Scheduler:
         config: limits.
         drafter: told when a sequence starts and stops.
         tiers: where KV of earlier processes may be; None for nowhere.
+
+    Attributes:
+        num_preemptions: how often a running sequence was put back for others' sake.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Scheduler:
         self._tiers = tiers
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -165,6 +170,7 @@ class Scheduler:
         seq.lease = _first_lease(seq)
         if seq.metrics.num_cached_tokens == 0:
             seq.metrics.count_cached(min(seq.lease.length, seq.num_prompt_tokens), restored)
+        seq.metrics.start_s = seq.metrics.start_s or perf_counter()
         seq.status = Status.RUNNING
         self._running.append(seq)
         if seq.beams is None:
@@ -253,6 +259,7 @@ class Scheduler:
         if seq.beams is not None:
             seq.beams.forget()
         seq.status = Status.WAITING
+        self.num_preemptions += 1
         self._waiting.appendleft(seq)
 
 

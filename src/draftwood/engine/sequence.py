@@ -36,7 +36,8 @@ class RequestMetrics:
         num_accepted_tokens: draft nodes that were right.
         num_forced_tokens: tokens that a grammar left no choice about; nobody had to choose them.
         accepted_per_position: how often the draft at depth 1, 2, ... was accepted.
-        arrival_s, first_token_s, finish_s: moments on the monotonic clock.
+        arrival_s, start_s, first_token_s, finish_s: moments on the monotonic clock; it starts
+            when it is first admitted.
     """
 
     num_cached_tokens: int = 0
@@ -47,6 +48,7 @@ class RequestMetrics:
     num_forced_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     arrival_s: float = field(default_factory=perf_counter)
+    start_s: float | None = None
     first_token_s: float | None = None
     finish_s: float | None = None
 

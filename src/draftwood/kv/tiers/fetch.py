@@ -152,7 +152,11 @@ class Fetch:
         except Exception as error:  # whatever a store does, it is a miss
             if not self._over:
                 tier.reads.failed(error)
-        tier.count(num_hits=len(read), bytes_read=sum(one.num_bytes for one in read))
+        tier.count(
+            num_hits=len(read),
+            num_misses=len(self.keys) - found - len(read),
+            bytes_read=sum(one.num_bytes for one in read),
+        )
         for one in read:
             tier.note(one.key, one.has_draft)
         return read

@@ -21,6 +21,7 @@ class TierCounters:
 
     Attributes:
         num_hits: restored.
+        num_misses: asked for and not had, for whatever reason.
         num_stored: written.
         num_dropped: not written, as the queue was full or the store did not work.
         num_corrupt: damaged, and so deleted and computed again.
@@ -30,6 +31,7 @@ class TierCounters:
     """
 
     num_hits: int = 0
+    num_misses: int = 0
     num_stored: int = 0
     num_dropped: int = 0
     num_corrupt: int = 0
