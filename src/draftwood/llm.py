@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -146,9 +148,25 @@ class LLM:
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             shared = shared_vocabulary(self.tokenizer, Tokenizer.load(draft_files.path))
+        self._drafter = partial(self._make_drafter, drafter, shared)
+        self._start()
+
+    def _start(self) -> None:
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
-        self.engine = self.make_engine(self._make_drafter(drafter, shared))
+        self.engine = self.make_engine(self._drafter())
+
+    def restart(self) -> None:
+        """Replaces an engine that has failed: the same weights, with fresh KV memory and drafter.
+
+        What the old one ran is lost, and nothing of its KV is kept: it may be half written. A
+        `Drafter` that the user gave is taken again as it is.
+        """
+        if self.tiers is not None:
+            self.tiers.close()
+        del self.engine, self.pool  # before as much memory is taken again
+        gc.collect()
+        self._start()
 
     def make_engine(self, drafter: Drafter) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.

@@ -1,0 +1,1 @@
+"""Serving a model behind OpenAI's API."""
