@@ -153,7 +153,8 @@ def _about(service: Service, settings: AppSettings) -> APIRouter:
         """One of its names."""
         return JSONResponse(_card(service, service.check_model(model)))
 
-    @router.api_route("/health", methods=["GET", "HEAD"], responses=_GOOD | _WRONG)
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", responses=_GOOD | _WRONG)
     async def health() -> Response:
         """Whether requests can be answered."""
         if not service.worker.alive:

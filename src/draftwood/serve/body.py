@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from draftwood.serve.errors import ApiError
 
@@ -40,38 +40,39 @@ class JsonRequest(Request):
         return self._body
 
     async def _read(self, limit: int) -> bytes:
-        chunks, size = [], 0
         told = self.headers.get("content-length", "")
+        if told.isdigit() and int(told) > limit:
+            await self._discard(limit)
+            raise _too_large(limit)
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(_READ_S):
-                async for chunk in self.stream():
-                    size += len(chunk)
-                    if size > limit or (told.isdigit() and int(told) > limit):
-                        break
-                    chunks.append(chunk)
-                else:
-                    return b"".join(chunks)
+                while more and len(body) <= limit:
+                    data, more = await self._part()
+                    body += data
         except TimeoutError as error:
             raise ApiError(408, "the body did not arrive in time", code="timeout") from error
-        await self._discard(limit)
-        raise ApiError(
-            413,
-            f"the body has more than {limit} bytes: send less, or start the server with a larger "
-            "--max-body",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
+        if len(body) > limit:
+            if more:
+                await self._discard(limit)
+            raise _too_large(limit)
+        return bytes(body)
 
     async def _discard(self, limit: int) -> None:
         """Reads on for a moment: a client that is still sending would not see the answer."""
-        end, size = time.monotonic() + _DISCARD_S, 0
+        size, more = 0, True
         with suppress(TimeoutError):
-            while size < 16 * limit:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + _DISCARD_S):
-                    message = await self.receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body") or time.monotonic() > end:
-                    return
+            async with asyncio.timeout(_DISCARD_S):
+                while more and size < 16 * limit:
+                    data, more = await self._part()
+                    size += len(data)
+
+    async def _part(self) -> tuple[bytes, bool]:
+        """What has arrived, and whether more will."""
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        return message.get("body", b""), message.get("more_body", False)
 
     async def json(self) -> Any:
         """The body's value.
@@ -115,6 +116,16 @@ def parse_json(body: bytes) -> Any:
     except ValueError as error:
         raise _invalid(str(error)) from error
     return value
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has more than {limit} bytes: send less, or start the server with a larger "
+        "--max-body",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
 
 
 def _invalid(why: str) -> ApiError:

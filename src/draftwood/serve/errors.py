@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from draftwood.errors import DraftwoodError, PromptError
 from draftwood.serve.requests import ChatRequest, CompletionRequest
 
+_NAME = re.compile(r"(?!str$)[a-z_]+")
 _TYPES = {429: "rate_limit_error"}
 
 
@@ -80,8 +81,11 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(
             400, f"Unrecognized request argument{plural} supplied: {', '.join(unknown)}"
         )
-    # Of a union every member has complained: the one that came furthest says it best.
-    problem = max(problems, key=lambda one: len(_place(one["loc"])))
+    # Of a union every member has complained: the one that came furthest says it best, and what is
+    # said of a value is worth more than that its type is another.
+    problem = max(
+        problems, key=lambda one: (len(_place(one["loc"])), not one["type"].endswith("_type"))
+    )
     param = _field(_place(problem["loc"])) or None
     if problem["type"] == "missing":
         where = f"parameter: '{param}'" if param else "body: send a JSON object"
@@ -96,7 +100,7 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _place(loc: Sequence[Any]) -> list[Any]:
     """Where in the body: names of fields and indices, without what pydantic calls its types."""
-    return [part for part in loc[1:] if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)]
+    return [part for part in loc[1:] if isinstance(part, int) or _NAME.fullmatch(part)]
 
 
 def _field(place: Sequence[Any]) -> str:

@@ -73,7 +73,7 @@ class Server:
         drain_timeout_s: float,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker = worker
+        self.worker = worker
         self._sock = sock
         self._drain_timeout_s = drain_timeout_s
         self._code = 0
@@ -95,7 +95,7 @@ class Server:
         """Serves; returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 without an engine."""
         _raise_file_limit()
         asyncio.run(self._serve())
-        self._worker.stop()
+        self.worker.stop()
         return self._code
 
     def stop(self, code: int) -> None:
@@ -113,13 +113,14 @@ class Server:
         elif self._loop is not None:
             self._loop.call_later(self._drain_timeout_s, self._cut)
 
-    def on_death(self) -> None:
-        """The engine cannot go on. From any thread."""
+    def ask_to_stop(self, code: int) -> None:
+        """`stop`, from any thread; nothing when the end is already past."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.stop, 1)
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.stop, code)
 
     def _cut(self) -> None:
-        self._worker.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        self.worker.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -127,7 +128,7 @@ class Server:
         with contextlib.suppress(RuntimeError, ValueError):  # not the main thread: no signals
             for number, code in signals.items():
                 self._loop.add_signal_handler(number, self.stop, code)
-        if self._worker.died:
+        if self.worker.died:
             self.stop(1)
         await self._uvicorn.serve(sockets=[self._sock])
 

@@ -50,5 +50,5 @@ def make_server(
     )
     app = make_app(service, settings)
     server = Server(app, worker, sock, drain_timeout_s=options.drain_timeout_s, on_ready=on_ready)
-    worker.start(server.on_death)
+    worker.start(lambda: server.ask_to_stop(1))
     return server

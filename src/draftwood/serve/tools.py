@@ -20,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from draftwood.serve.errors import ApiError
-from draftwood.serve.requests import ChatRequest, NamedTool, Tool
+from draftwood.serve.requests import ChatRequest, Function, NamedTool, Tool
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
@@ -179,7 +179,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
         ApiError: the choice names a tool that is not there, or there are none.
     """
     tools, choice = body.tools or [], body.tool_choice
-    if choice in ("required",) or isinstance(choice, NamedTool):
+    if choice == "required" or isinstance(choice, NamedTool):
         return _forced(tools, choice, body)
     shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
     names = frozenset(tool.function.name for tool in tools)
@@ -205,19 +205,34 @@ def _forced(tools: Sequence[Tool], choice: str | NamedTool | None, body: ChatReq
             )
     shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
     names = frozenset(tool.function.name for tool in wanted)
-    schemas = [_call_schema(tool) for tool in wanted]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    schema = _any_call([tool.function for tool in wanted])
     return ToolUse(shown, names, {"json": schema}, single=True)
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a text that is a call of this tool."""
+def _any_call(functions: Sequence[Function]) -> dict[str, Any]:
+    """The schema of a text that calls one of these functions.
+
+    Raises:
+        ApiError: two of them define different things under one name.
+    """
+    shared: dict[str, dict[str, Any]] = {}
+    schemas = []
+    for function in functions:
+        parameters = dict(function.parameters or {"type": "object"})
+        for place in ("$defs", "definitions"):  # references name them from the root
+            for name, definition in parameters.pop(place, {}).items():
+                if shared.setdefault(place, {}).setdefault(name, definition) != definition:
+                    raise ApiError(
+                        400, f"two tools define {name!r} differently: rename one", param="tools"
+                    )
+        schemas.append(_call_schema(function.name, parameters))
+    return (schemas[0] if len(schemas) == 1 else {"anyOf": schemas}) | shared
+
+
+def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "arguments": tool.function.parameters or {"type": "object"},
-        },
+        "properties": {"name": {"const": name}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }

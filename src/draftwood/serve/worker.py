@@ -36,7 +36,7 @@ class Watcher(Observer, Protocol):
         """A sequence has ended. Runs on the engine's thread."""
 
     def bind(self, engine: Engine, queue_length: Callable[[], int]) -> None:
-        """There is a new engine to look at."""
+        """There is a new engine to look at, and to observe."""
 
 
 class Worker:
@@ -149,12 +149,11 @@ class Worker:
         engine = self._llm.engine
         engine.observers.append(self._rounds)
         if self._watcher is not None:
-            engine.observers.append(self._watcher)
             self._watcher.bind(engine, lambda: self.queue_length)
 
     def _turn(self) -> None:
         """Takes what was posted, then computes one round."""
-        self._take_posted(wait=not self._llm.engine.has_work)
+        self._take_posted(wait=not self._llm.engine.has_work and not self._waiting)
         self._expire()
         self._admit()
         if self._llm.engine.has_work and not self._stopping:
@@ -272,17 +271,23 @@ class Worker:
         """Lets go of a request, in whatever phase it is; its blocks are free afterwards."""
         if one.ended:
             return
-        if not self._waiting.remove(one) and one in self._running:
+        if one in self._running:
             self._running.remove(one)
             self._rounds.forget(one)
-            for teller in one.tellers:
-                self._llm.engine.abort(teller.seq)
-                if not teller.done:
-                    self._count(teller.seq)
-        self._close(one, error)
+            for seq in one.seqs:
+                self._llm.engine.abort(seq)
+        else:
+            self._waiting.remove(one)
+        self._close(one, error, "abort")
 
-    def _close(self, one: Generation, error: Exception | None) -> None:
+    def _close(self, one: Generation, error: Exception | None, reason: str) -> None:
+        """Counts what has not come to an end of its own, and leaves word for the reader."""
         one.ended = True
+        for teller in one.tellers:
+            if not teller.seq.finished:
+                teller.seq.finish(reason)
+            if not teller.done:
+                self._count(teller.seq)
         with self._lock:
             self._num_open -= one.params.n
         if error is not None:
@@ -305,7 +310,7 @@ class Worker:
     def _abandon_all(self, error: Exception) -> None:
         """Ends everything without a word to the engine, which cannot be trusted any more."""
         for one in [*self._running, *self._waiting.all()]:
-            self._close(one, error)
+            self._close(one, error, "error")
         self._running, self._waiting = [], WaitingQueue()
         self._rounds.clear()
         self._wake()
