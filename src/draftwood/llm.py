@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, get_args
 
 import torch
@@ -109,11 +110,29 @@ class LLM:
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
+        self._drafter: Callable[[], Drafter] = (
+            partial(self.make_drafter, drafter, draft_match)
+            if isinstance(drafter, str)
+            else lambda: drafter
+        )
+        self._start()
+
+    def _start(self) -> None:
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
-        if isinstance(drafter, str):
-            drafter = self.make_drafter(drafter, draft_match)
-        self.engine = self.make_engine(drafter)
+        self.engine = self.make_engine(self._drafter())
+
+    def restart(self) -> None:
+        """Replaces an engine that has failed: the same weights, with fresh KV memory and drafter.
+
+        What the old one ran is lost, and nothing of its KV is kept: it may be half written. A
+        `Drafter` that the user gave is taken again as it is.
+        """
+        if self.tiers is not None:
+            self.tiers.close()
+        del self.engine, self.pool  # before as much memory is taken again
+        gc.collect()
+        self._start()
 
     def make_drafter(self, name: str, match: Match = "auto") -> Drafter:
         """A fresh drafter for `make_engine`.

@@ -15,6 +15,7 @@ from draftwood.cache import human_bytes
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
+    from draftwood.bench.serve import LoadPoint
 
 _WIDTH = 118
 _BUSY = 0.1
@@ -209,6 +210,43 @@ def kv_table(points: Sequence[KVPoint]) -> RenderableType:
         )
     num_tokens = points[0].num_tokens if points else 0
     return titled(f"Time to the first token of {num_tokens} tokens", table)
+
+
+def load_table(points: Sequence[LoadPoint]) -> RenderableType:
+    """Speeds and waits by number of clients, with and without speculation."""
+    from draftwood.bench.serve import ratios
+
+    table = Table()
+    table.add_column("clients", justify="right")
+    table.add_column("speculation")
+    columns = ("tokens/s", "x plain", "first ms", "p99", "chunk ms", "p99", "token ms", "p99")
+    for column in (*columns, "a round", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    gains = ratios(points)
+    for point in points:
+        gain = gains.get(point.concurrency) if point.speculation else None
+        table.add_row(
+            str(point.concurrency),
+            {True: "on", False: "off", None: ""}[point.speculation],
+            f"{point.tokens_per_s:.1f}",
+            "" if gain is None else f"{gain:.2f}",
+            *(_milliseconds(value) for value in _waits(point)),
+            "" if point.acceptance_length is None else f"{point.acceptance_length:.2f}",
+            str(point.num_failed),
+        )
+    return titled("Load: medians and 99th percentiles", table)
+
+
+def _waits(point: LoadPoint) -> tuple[float | None, ...]:
+    return (
+        *(point.ttft_p50_s, point.ttft_p99_s),
+        *(point.itl_p50_s, point.itl_p99_s),
+        *(point.tpot_p50_s, point.tpot_p99_s),
+    )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def _cost(point: CostPoint | None) -> str:

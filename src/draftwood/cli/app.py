@@ -18,6 +18,7 @@ from draftwood.cli.generate import generate
 from draftwood.cli.kv import app as kv
 from draftwood.cli.options import example
 from draftwood.cli.pull import pull
+from draftwood.cli.serve import serve
 from draftwood.errors import DraftwoodError
 
 USER_ERROR = 2
@@ -41,6 +42,11 @@ app.command(
     )
 )(generate)
 app.command(epilog=example("draftwood chat smollm2-135m --stats"))(chat)
+app.command(
+    epilog=example(
+        "draftwood serve smollm2-135m", "draftwood serve smollm2-135m --port 0 --log-format json"
+    )
+)(serve)
 app.command(epilog=example("draftwood pull smollm2-135m"))(pull)
 app.command(epilog=example("draftwood doctor"))(doctor)
 app.command(epilog=example("draftwood demo"))(demo)

@@ -254,6 +254,8 @@ class ModelOptions:
     kv_memory: str | None = None
     kv_disk: str | None = None
     kv_redis: str | None = None
+    max_num_seqs: int = 16
+    max_batch_tokens: int = 512
     config: EngineConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,6 +268,8 @@ class ModelOptions:
             kv_disk=self.kv_disk,
             kv_redis=self.kv_redis,
             max_tree_nodes=self.tree_nodes,
+            max_num_seqs=self.max_num_seqs,
+            max_batch_tokens=self.max_batch_tokens,
         )
         object.__setattr__(self, "config", config)
 

@@ -69,8 +69,18 @@ class Tokenizer:
         """Whether the model says how a conversation is written."""
         return bool(self._backend.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            messages: the turns.
+            tools: functions that the model may call, for templates that know such.
+            options: further variables of the template.
 
         Raises:
             PromptError: the model has no chat template, or the template refuses the messages.
@@ -83,7 +93,11 @@ class Tokenizer:
             )
         try:
             text = self._backend.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
             )
         except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template refuses these messages: {error}") from error

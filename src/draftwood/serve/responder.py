@@ -1,0 +1,141 @@
+"""From pieces of text to a response, whole or as a stream; what chat and text have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from uuid import uuid4
+
+from draftwood.sampling import TokenLogprobs
+from draftwood.serve.formats import Json, metrics_of, usage, usage_of
+from draftwood.serve.generation import Ending, News, Piece
+from draftwood.serve.requests import Sampling
+from draftwood.serve.service import Answer, Service, fingerprint
+from draftwood.serve.stream import DONE, PING, event
+
+
+class Responder:
+    """Writes the response to one request.
+
+    A subclass says what its objects are called and how a choice looks, whole and in pieces.
+
+    Args:
+        service: the model.
+        body: the request.
+        answer: what the engine makes of it.
+    """
+
+    prefix = "resp"
+    kind = "response"
+    chunk_kind = "response"
+
+    def __init__(self, service: Service, body: Sampling, answer: Answer) -> None:
+        self._answer = answer
+        self._n = body.n or 1
+        self._texts = service.texts
+        self._endings: dict[int, Ending] = {}
+        self._num_told = 0
+        self._options = body.stream_options
+        shows_all = body.skip_special_tokens is False
+        self._hidden = frozenset() if shows_all else service.llm.tokenizer.special_ids
+        self._head: Json = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": service.check_model(body.model),
+            "system_fingerprint": fingerprint(service.llm),
+        }
+
+    @property
+    def id(self) -> str:
+        """Of the response."""
+        return str(self._head["id"])
+
+    def facts(self) -> Json:
+        """What the log says of it."""
+        return {
+            "prompt_tokens": sum(len(one.prompt_ids) for one in self._answer.generations),
+            "completion_tokens": self._num_told,
+            "finish_reasons": [one.reason for one in self.endings],
+        }
+
+    def close(self) -> None:
+        """Ends what has not ended."""
+        self._answer.cancel()
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Of the outputs that have ended, in their order."""
+        return [self._endings[index] for index in sorted(self._endings)]
+
+    async def whole(self) -> Json:
+        """The response, when all of it is there.
+
+        Raises:
+            Exception: what ended the request before its end.
+        """
+        async for news in self._answer.news():
+            for piece in news.pieces:
+                self._note(piece)
+                self.take(piece)
+        return self._head | {
+            "choices": [self.choice(index) for index in range(self._answer.num_outputs)],
+            "usage": usage_of(self.endings, self._n),
+            "metrics": metrics_of(self.endings),
+        }
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The response as server-sent events.
+
+        Raises:
+            Exception: what ended the request before its end.
+        """
+        options = self._options
+        counted = bool(options and options.include_usage)
+        always = counted and bool(options and options.continuous_usage_stats)
+        head = self._head | {"object": self.chunk_kind} | ({"usage": None} if counted else {})
+        stream = self._answer.news()
+        try:
+            async for news in stream:
+                data = b"".join(self._event(head, piece, news, always) for piece in news.pieces)
+                yield data or PING
+        finally:
+            await stream.aclose()
+        last = b""
+        if counted:
+            counts = {"usage": usage_of(self.endings, self._n)}
+            last = event(head | {"choices": [], "metrics": metrics_of(self.endings)} | counts)
+        yield last + DONE
+
+    def take(self, piece: Piece) -> None:
+        """Keeps a piece for the whole."""
+        raise NotImplementedError
+
+    def choice(self, index: int) -> Json:
+        """An output in the whole response."""
+        raise NotImplementedError
+
+    def delta(self, piece: Piece) -> Json:
+        """A piece as a choice of a chunk."""
+        raise NotImplementedError
+
+    def _event(self, head: Json, piece: Piece, news: News, always: bool) -> bytes:
+        self._note(piece)
+        chunk = head | {"choices": [self.delta(piece)]}
+        if always:
+            num_prompt = sum(len(one.prompt_ids) for one in self._answer.generations)
+            chunk["usage"] = usage(num_prompt, self._num_told, 0)
+        rounds = [record for record in news.rounds if record["index"] == piece.index]
+        return event(chunk | {"draftwood": {"rounds": rounds}} if rounds else chunk)
+
+    def _note(self, piece: Piece) -> None:
+        self._num_told += len(piece.token_ids)
+        if piece.ending is not None:
+            self._endings[piece.index] = piece.ending
+
+    def shown(self, piece: Piece) -> Sequence[TokenLogprobs]:
+        """Log-probabilities of tokens that are text: an end token that is not shown has none."""
+        kept = piece.logprobs
+        if piece.ending and piece.ending.reason == "stop" and kept:
+            return kept[:-1] if kept[-1].token in self._hidden else kept
+        return kept

@@ -1,0 +1,70 @@
+"""Puts a server together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from draftwood.llm import LLM
+from draftwood.serve.access import ApiKeys
+from draftwood.serve.app import AppSettings, make_app
+from draftwood.serve.run import Server
+from draftwood.serve.service import Service
+from draftwood.serve.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What a server allows.
+
+    Attributes:
+        names: what clients may call the model.
+        keys, hosts, cors, max_body: see `AppSettings`.
+        max_queue: most outputs that wait beside those that run.
+        timeout_s: the most a request may take unless it says so itself; None for no limit.
+        drain_timeout_s: how long running requests may go on after SIGTERM.
+    """
+
+    names: tuple[str, ...]
+    keys: ApiKeys
+    hosts: frozenset[str] | None = None
+    cors: tuple[str, ...] = ()
+    max_body: int = 8 << 20
+    max_queue: int = 128
+    timeout_s: float | None = None
+    drain_timeout_s: float = 30.0
+
+
+def make_server(
+    llm: LLM,
+    options: ServeOptions,
+    sock: socket.socket,
+    on_ready: Callable[[], None] = lambda: None,
+) -> Server:
+    """A server for a loaded model; its engine's thread runs from here on."""
+    metrics = _part("metrics", "Metrics")
+    watcher = metrics(options.names[0]) if metrics is not None else None
+    worker = Worker(llm, max_queue=options.max_queue, watcher=watcher)
+    service = Service(llm, worker, options.names, options.timeout_s)
+    settings = AppSettings(
+        keys=options.keys,
+        hosts=options.hosts,
+        cors=options.cors,
+        max_body=options.max_body,
+        render_metrics=watcher.render if watcher is not None else None,
+        extend=_part("page", "mount_page"),
+    )
+    app = make_app(service, settings)
+    server = Server(app, worker, sock, drain_timeout_s=options.drain_timeout_s, on_ready=on_ready)
+    worker.start(lambda: server.ask_to_stop(1))
+    return server
+
+
+def _part(module: str, name: str) -> Any:
+    """A part that a server can do without: None where it is not installed."""
+    found = f"draftwood.serve.{module}"
+    return getattr(import_module(found), name) if find_spec(found) is not None else None
