@@ -15,6 +15,7 @@ import typer
 from draftwood.bench.batch_cli import batch
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
+from draftwood.bench.report_cli import report
 from draftwood.bench.spec_cli import spec
 from draftwood.errors import ConfigError
 
@@ -215,6 +216,7 @@ app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
+app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
