@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.bench.batch_cli import batch
+from draftwood.bench.check_cli import check
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.report_cli import report
@@ -217,6 +218,7 @@ app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)
+app.command(epilog=_example("check README.md docs/benchmarks.md"))(check)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
