@@ -14,6 +14,7 @@ import typer
 
 from draftwood.bench.batch_cli import batch
 from draftwood.bench.check_cli import check
+from draftwood.bench.diff_cli import diff
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.report_cli import report
@@ -219,6 +220,7 @@ app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)
 app.command(epilog=_example("check README.md docs/benchmarks.md"))(check)
+app.command(epilog=_example("diff before.jsonl after.jsonl"))(diff)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
