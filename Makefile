@@ -5,6 +5,7 @@
 #   make test    linters, types and tests; on CI, or as root, it installs the services they need
 #   make lint    linters and types only
 #   make format  rewrite the sources in the project's format
+#   make bench-check  are the numbers in README.md and docs/benchmarks.md those of their records?
 #   make venv    the environment alone; then  .venv/bin/draftwood --help
 #   make clean   remove the environment and what tools left behind
 #
@@ -24,7 +25,7 @@ GET_SERVICES := apt-get update -qq && apt-get install -y -qq --no-install-recomm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format venv services clean
+.PHONY: help demo test lint format venv services clean bench-check
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -51,6 +52,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-check: $(VENV)/.run
+	$(BIN)/draftwood bench check
 
 venv: $(VENV)/.run
 

@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.bench.batch_cli import batch
+from draftwood.bench.check_cli import check
+from draftwood.bench.diff_cli import diff
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.peer_cli import peers
+from draftwood.bench.report_cli import report
 from draftwood.bench.serve_cli import serve
+from draftwood.bench.spec_cli import spec
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,6 +219,10 @@ app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
+app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
+app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)
+app.command(epilog=_example("check README.md docs/benchmarks.md"))(check)
+app.command(epilog=_example("diff before.jsonl after.jsonl"))(diff)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

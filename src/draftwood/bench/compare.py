@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from draftwood.bench.contenders import (
     PLAIN,
@@ -26,12 +27,28 @@ from draftwood.errors import ConfigError, DraftwoodError
 from draftwood.llm import LLM
 from draftwood.models.sources import resolve
 from draftwood.sampling import SamplingParams
+from draftwood.text import Tokenizer
 
 _WARM_UP = "the"
 _WARM_UP_TOKENS = 8
 
 Answers = dict[tuple[int, ...], list[int]]
 Watch = Callable[[str, str], None]
+
+
+class Encodable(Protocol):
+    """A prompt that has a name, belongs to a kind, and becomes token ids."""
+
+    @property
+    def id(self) -> str:
+        """Unique in a run."""
+
+    @property
+    def kind(self) -> str:
+        """What results are grouped by."""
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Its token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class Comparison:
     skipped: list[Skip] = field(default_factory=list)
     interrupted: bool = False
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Lets every contender pay for its first run."""
         prompt_ids = self.llm.tokenizer.encode(_WARM_UP)
         params = self.params.but(max_tokens=_WARM_UP_TOKENS)
@@ -89,18 +106,23 @@ class Comparison:
             watch: told (prompt id, contender) before each run.
         """
         try:
-            self._warm_up()
+            self.warm_up()
             for turn, prompt in enumerate(prompts):
-                for result in self._run_prompt(turn, prompt, watch):
+                for result in self.run_prompt(turn, prompt, watch):
                     on_record(result)
                 if self.interrupted:
                     return
         except KeyboardInterrupt:
             self.interrupted = True
 
-    def _run_prompt(
-        self, turn: int, prompt: BenchPrompt, watch: Watch
-    ) -> Sequence[RunRecord | Skip]:
+    def run_prompt(self, turn: int, prompt: Encodable, watch: Watch) -> Sequence[RunRecord | Skip]:
+        """Gives one prompt to every contender; an interrupt leaves those that are done.
+
+        Args:
+            turn: number of the prompt; it says who goes first.
+            prompt: what to generate for.
+            watch: told (prompt id, contender) before each run.
+        """
         runs: dict[str, Run] = {}
         neighbours: dict[str, float | None] = {}
         prompt_ids: list[int] = []
@@ -155,7 +177,7 @@ class Comparison:
 
     def _record(
         self,
-        prompt: BenchPrompt,
+        prompt: Encodable,
         prompt_ids: Sequence[int],
         name: str,
         runs: dict[str, Run],

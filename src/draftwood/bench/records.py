@@ -134,7 +134,7 @@ class Writer:
     def write(self, row: dict[str, Any]) -> None:
         """Appends a line."""
         if self._file is not None:
-            self._file.write(json.dumps(_rounded(row), ensure_ascii=False) + "\n")
+            self._file.write(json.dumps(rounded(row), ensure_ascii=False) + "\n")
             self._file.flush()
 
 
@@ -161,12 +161,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Six significant digits: no clock has more to say, and records stay small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value
