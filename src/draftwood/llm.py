@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self, get_args
 
@@ -17,6 +17,7 @@ from draftwood.draft.fused import FusedDrafter
 from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.vocabulary import Bridge, shared_vocabulary
+from draftwood.engine.checkpoint import CheckpointWriter, Maker, Offset
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
@@ -76,11 +77,22 @@ class Delta:
         text: what is new.
         token_ids: what is new; their text may still be held back.
         output: the whole, in the last piece only.
+        request_id: whose piece it is.
+        start: how many tokens and characters of the output lie before it.
     """
 
     text: str
     token_ids: tuple[int, ...]
     output: RequestOutput | None = None
+    request_id: str = ""
+    start: Offset = field(default_factory=Offset)
+
+    @property
+    def end(self) -> Offset:
+        """How much of the output its reader has with it."""
+        return Offset(
+            self.start.num_tokens + len(self.token_ids), self.start.num_chars + len(self.text)
+        )
 
 
 class LLM:
@@ -104,6 +116,9 @@ class LLM:
         max_model_len: cap on the sequence length.
         kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_ttl_s: where KV is kept and for how long;
             see `EngineConfig`, whose values they replace.
+        checkpoint: folder in which running requests are saved, for `resume` in a later process;
+            their KV goes to `kv_disk`, by default a folder in it.
+        checkpoint_every_s: seconds between two checkpoints.
         config: further limits and switches.
         progress: told about downloads and conversions.
 
@@ -113,7 +128,13 @@ class LLM:
             not say what bytes its tokens are.
         ConfigError: an argument is out of its range.
         CapacityError: memory or disk is too small.
+        CheckpointError: the checkpoint is of another model or version, or damaged.
+
+    Attributes:
+        checkpoints: saves running requests; None without `checkpoint`.
     """
+
+    checkpoints: CheckpointWriter | None = None
 
     def __init__(
         self,
@@ -132,6 +153,8 @@ class LLM:
         kv_disk_bytes: int | None = None,
         kv_redis: str | None = None,
         kv_ttl_s: float | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every_s: float = 5.0,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -147,6 +170,8 @@ class LLM:
             kv_redis=kv_redis,
             kv_ttl_s=kv_ttl_s,
         )
+        if checkpoint is not None and self.config.kv_disk is None:
+            self.config = replace(self.config, kv_disk=os.path.join(checkpoint, "kv"))
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
@@ -157,11 +182,16 @@ class LLM:
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
+        if checkpoint is not None:
+            maker = Maker.of(self.model.spec, self._draft_identity)
+            self.checkpoints = CheckpointWriter(checkpoint, maker, every_s=checkpoint_every_s)
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
         if isinstance(drafter, str):
             drafter = self.make_drafter(drafter, draft_match)
         self.engine = self.make_engine(drafter)
+        if self.checkpoints is not None:
+            self.checkpoints.observe(self.engine, self.tiers)
 
     def make_drafter(self, name: str, match: Match = "auto") -> Drafter:
         """A fresh drafter for `make_engine`.
@@ -213,8 +243,11 @@ class LLM:
     def close(self) -> None:
         """Ends all requests, frees their KV, and writes what is still on its way to the stores.
 
-        That takes ten seconds at most. An `LLM` is also a context manager that does this.
+        That takes ten seconds at most. An `LLM` is also a context manager that does this. With
+        `checkpoint`, requests that have not ended are saved first.
         """
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.engine.close()
         if self.tiers is not None:
             self.tiers.close()
@@ -257,11 +290,41 @@ class LLM:
         """Answers a conversation piece by piece."""
         return self._stream(self.tokenizer.encode_chat(messages), params or SamplingParams())
 
+    def resume(self) -> list[RequestOutput]:
+        """Goes on with what an earlier process left in the checkpoint; all in one packed batch.
+
+        Returns:
+            One output per request, in the order in which they first came, those that had ended
+            included. Empty where there is nothing to go on with.
+
+        Raises:
+            ConfigError: there is no `checkpoint`, or a request does not fit the KV memory.
+        """
+        from draftwood.resume import resume_outputs
+
+        return resume_outputs(self)
+
+    def resume_stream(self, received: Mapping[str, Offset] | None = None) -> Iterator[Delta]:
+        """The same piece by piece, those of all requests as they come.
+
+        Args:
+            received: how much of each output its reader has, by request id, as `Delta.end` said:
+                pieces begin there, nothing comes twice and nothing is left out. Without it they
+                begin at what the checkpoint knew to be delivered.
+        """
+        from draftwood.resume import resume_deltas
+
+        return resume_deltas(self, received or {})
+
     def _run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
         groups = self._add_all(prompts, params)
-        self._finish([seq for group in groups for seq in group])
+        seqs = [seq for group in groups for seq in group]
+        if self.checkpoints is not None:
+            self.checkpoints.save()  # from here on none of them can be lost
+        self._finish(seqs)
+        self._forget(seqs)
         return [make_output(group[0], group[1:]) for group in groups]
 
     def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
@@ -272,18 +335,27 @@ class LLM:
         return self._deltas(self.engine.make(prompt_ids, params))
 
     def _deltas(self, seq: EngineSequence) -> Iterator[Delta]:
-        num_chars = num_tokens = 0
         self.engine.submit(seq)
         try:
+            have = Offset()
             while not seq.finished:
                 self.engine.step()
-                text, ids = seq.visible_text(), seq.output_ids[: seq.num_visible]
-                output = make_output(seq) if seq.finished else None
-                if len(text) > num_chars or len(ids) > num_tokens or output:
-                    yield Delta(text[num_chars:], tuple(ids[num_tokens:]), output)
-                num_chars, num_tokens = len(text), len(ids)
+                delta = make_delta(seq, have)
+                if delta is not None:
+                    yield delta
+                    have = delta.end
+                    if self.checkpoints is not None:
+                        self.checkpoints.delivered(seq.request_id, have)
         finally:
             self.engine.abort(seq)
+            self._forget([seq])
+
+    def _forget(self, seqs: Sequence[EngineSequence]) -> None:
+        """Their reader has all he wants of them."""
+        if self.checkpoints is not None:
+            for seq in seqs:
+                self.checkpoints.forget(seq.request_id)
+            self.checkpoints.save(wait=False)
 
     def _add_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -317,6 +389,8 @@ class LLM:
             while not all(seq.finished for seq in seqs):
                 self.engine.step()
         finally:
+            if self.checkpoints is not None:
+                self.checkpoints.suspend(seq for seq in seqs if not seq.finished)
             self._abort(seqs)
 
     def _abort(self, seqs: Sequence[EngineSequence]) -> None:
@@ -327,8 +401,12 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _make_tiers(self) -> KVTiers | None:
-        draft = self.draft_model.spec.kv_identity if self.draft_model else ""
-        return make_tiers(self.config, self.pool, Labels(self.model.spec.name, draft))
+        labels = Labels(self.model.spec.name, self._draft_identity)
+        return make_tiers(self.config, self.pool, labels)
+
+    @property
+    def _draft_identity(self) -> str:
+        return self.draft_model.spec.kv_identity if self.draft_model else ""
 
     def _compare(self, tokenizer: Tokenizer) -> int | Bridge:
         """How many ids the draft model shares with the target, or how their tokens correspond."""
@@ -387,6 +465,17 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
         prompt_logprobs=None if prompt_wants is None else (None, *seq.prompt_logprobs),
         alternatives=tuple(make_output(other) for other in (*others, *seq.others)),
         score=seq.score,
+    )
+
+
+def make_delta(seq: EngineSequence, have: Offset) -> Delta | None:
+    """What a reader who has so much of a sequence gets next; None where there is nothing new."""
+    text, ids = seq.visible_text(), seq.output_ids[: seq.num_visible]
+    if not (len(text) > have.num_chars or len(ids) > have.num_tokens or seq.finished):
+        return None
+    output = make_output(seq) if seq.finished else None
+    return Delta(
+        text[have.num_chars :], tuple(ids[have.num_tokens :]), output, seq.request_id, have
     )
 
 
