@@ -16,13 +16,14 @@ import json
 import logging
 import os
 import sys
+import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from draftwood.engine.checkpoint.maker import Maker
 from draftwood.engine.checkpoint.saved import SavedRequest
@@ -90,13 +91,15 @@ class CheckpointStore:
         self.folder = Path(folder).expanduser().absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[bytes] | None = open(self.folder / "lock", "ab")  # noqa: SIM115
+            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint folder {self.folder} cannot be used ({error.strerror}): name a folder "
                 "that you may write to"
             ) from error
-        self._take_lock()
+        # The lock goes with the process, or with this object.
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        self._take_lock(descriptor)
         self._damaged: set[Path] = set()
 
     def load(self) -> Checkpoint | None:
@@ -146,9 +149,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Lets other processes use the folder."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._unlock()
 
     def _files(self) -> list[Path]:
         """Oldest first."""
@@ -163,15 +164,15 @@ class CheckpointStore:
             finally:
                 os.close(descriptor)
 
-    def _take_lock(self) -> None:
-        if sys.platform == "win32" or self._lock is None:
+    def _take_lock(self, descriptor: int) -> None:
+        if sys.platform == "win32":
             return
         import fcntl
 
         try:
-            fcntl.flock(self._lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self._lock.close()
+            self._unlock()
             raise ConfigError(
                 f"checkpoint folder {self.folder} is used by another process: name another folder"
             ) from error

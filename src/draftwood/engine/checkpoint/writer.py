@@ -21,7 +21,7 @@ from draftwood.engine.checkpoint.saved import Offset, SavedRequest, can_be_saved
 from draftwood.engine.checkpoint.store import Checkpoint, CheckpointStore
 from draftwood.engine.observers import Round
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import ConfigError
+from draftwood.errors import ConfigError, DraftwoodError
 from draftwood.kv.tiers import KVTiers
 
 if TYPE_CHECKING:
@@ -144,22 +144,29 @@ class CheckpointWriter:
             Their sequences, in the order in which they first came, those that had ended included.
 
         Raises:
-            ConfigError: one does not fit this engine, as its KV memory is smaller. It and those
-                behind it stay pending.
+            ConfigError: one does not fit this engine, or what it needs is not installed. Then all
+                of them stay pending.
         """
-        assert self._engine is not None, "observe an engine first"
-        wanted = None if request_ids is None else set(request_ids)
-        seqs: list[Sequence] = []
-        for saved in list(self.pending.values()):
-            if wanted is not None and saved.request_id not in wanted:
-                continue
-            parent = self._live.get(saved.parent) if saved.parent is not None else None
-            seq = self._engine.resume(saved, parent)
+        engine = self._engine
+        assert engine is not None, "observe an engine first"
+        wanted = set(self.pending if request_ids is None else request_ids)
+        chosen = [saved for name, saved in self.pending.items() if name in wanted]
+        seqs: dict[str, Sequence] = {}
+        for saved in chosen:
+            parent = None if saved.parent is None else seqs.get(saved.parent)
+            try:
+                seqs[saved.request_id] = engine.resume(saved, parent)
+            except DraftwoodError as error:
+                for seq in seqs.values():
+                    engine.abort(seq)
+                raise ConfigError(
+                    f"request {saved.request_id!r} of the checkpoint cannot go on: {error}"
+                ) from error
+        for saved in chosen:
             del self.pending[saved.request_id]
             self._delivered[saved.request_id] = saved.delivered
-            self._live[saved.request_id] = seq
-            seqs.append(seq)
-        return seqs
+        self._live.update(seqs)
+        return list(seqs.values())
 
     def delivered_of(self, request_id: str) -> Offset:
         """What the reader of a request has, as far as it is known."""
@@ -192,8 +199,10 @@ class CheckpointWriter:
     def save(self, *, wait: bool = True) -> bool:
         """Saves all requests now; returns whether they are on the disk (or, not waiting, will be).
 
-        Call it between two rounds.
+        Call it between two rounds. Once closed it saves nothing.
         """
+        if self._engine is None:
+            return False
         with self._timed():
             self._meet()
             for seq in self._running:
@@ -243,7 +252,8 @@ class CheckpointWriter:
         if self._engine is None:
             return
         current = self._engine.unfinished
-        for seq in current:
+        # Those that run may have overtaken others that waited for a store.
+        for seq in sorted(current, key=lambda one: one.metrics.arrival_s):
             name = seq.request_id
             if name in self._live or name in self._forgotten:
                 continue
