@@ -392,7 +392,7 @@ def test_a_smaller_memory_is_refused_and_nothing_is_lost(tmp_path: Path) -> None
     begin(make(tmp_path), PROMPTS[:1], [GREEDY], 2)
     with (
         make(tmp_path, num_blocks=9) as llm,
-        pytest.raises(ConfigError, match="request-1.*context"),
+        pytest.raises(ConfigError, match=r"request-1.*context"),
     ):
         llm.resume()
     with make(tmp_path) as llm:
