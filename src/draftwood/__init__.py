@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from draftwood.config import EngineConfig
 from draftwood.errors import (
     CapacityError,
+    CheckpointError,
     ConfigError,
     DownloadError,
     DraftwoodError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CapacityError",
+    "CheckpointError",
     "ConfigError",
     "Delta",
     "DownloadError",

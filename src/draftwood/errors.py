@@ -9,6 +9,7 @@
     │   └── VocabularyError  two models do not speak the same tokens
     ├── CapacityError        memory, disk or the KV pool is too small for the request
     ├── StoreError           a store of KV blocks cannot be reached, read or written
+    ├── CheckpointError      a checkpoint is damaged, or of another model or version
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
 A message says what was wrong and what to do about it, in one line. The command line prints it
@@ -57,6 +58,10 @@ class CapacityError(DraftwoodError):
 
 class StoreError(DraftwoodError):
     """A store of KV blocks that does not work now. An engine goes on without it."""
+
+
+class CheckpointError(DraftwoodError):
+    """A checkpoint that cannot be used: damaged, or made by another model or version."""
 
 
 class MissingExtraError(DraftwoodError, ImportError):

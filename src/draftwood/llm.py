@@ -18,6 +18,7 @@ from draftwood.draft.fused import FusedDrafter
 from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.vocabulary import Bridge, shared_vocabulary
+from draftwood.engine.checkpoint import CheckpointWriter, Maker, Offset
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
@@ -28,7 +29,7 @@ from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
 from draftwood.models.memory import available_bytes
 from draftwood.models.progress import Progress
-from draftwood.outputs import Delta, RequestOutput, make_output
+from draftwood.outputs import Delta, RequestOutput, make_delta, make_output
 from draftwood.sampling import SamplingParams
 from draftwood.text import Tokenizer
 
@@ -57,6 +58,9 @@ class LLM:
         max_model_len: cap on the sequence length.
         kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_ttl_s: where KV is kept and for how long;
             see `EngineConfig`, whose values they replace.
+        checkpoint: folder in which running requests are saved, for `resume` in a later process;
+            their KV goes to `kv_disk`, by default a folder in it.
+        checkpoint_every_s: seconds between two checkpoints.
         config: further limits and switches.
         progress: told about downloads and conversions.
 
@@ -66,7 +70,13 @@ class LLM:
             not say what bytes its tokens are.
         ConfigError: an argument is out of its range.
         CapacityError: memory or disk is too small.
+        CheckpointError: the checkpoint is of another model or version, or damaged.
+
+    Attributes:
+        checkpoints: saves running requests; None without `checkpoint`.
     """
+
+    checkpoints: CheckpointWriter | None = None
 
     def __init__(
         self,
@@ -85,6 +95,8 @@ class LLM:
         kv_disk_bytes: int | None = None,
         kv_redis: str | None = None,
         kv_ttl_s: float | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every_s: float = 5.0,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -100,6 +112,8 @@ class LLM:
             kv_redis=kv_redis,
             kv_ttl_s=kv_ttl_s,
         )
+        if checkpoint is not None and self.config.kv_disk is None:
+            self.config = replace(self.config, kv_disk=os.path.join(checkpoint, "kv"))
         self.model, files, self.choice = load_model(model, placement, progress)
         self.tokenizer = Tokenizer.load(files.path)
         self.draft_model: Model | None = None
@@ -110,6 +124,9 @@ class LLM:
             )
             self.draft_model, draft_files, _ = load_model(draft, other, progress)
             self.vocabulary = self._compare(Tokenizer.load(draft_files.path))
+        if checkpoint is not None:
+            maker = Maker.of(self.model.spec, self._draft_identity)
+            self.checkpoints = CheckpointWriter(checkpoint, maker, every_s=checkpoint_every_s)
         self._drafter: Callable[[], Drafter] = (
             partial(self.make_drafter, drafter, draft_match)
             if isinstance(drafter, str)
@@ -121,6 +138,8 @@ class LLM:
         self.pool = self._make_pool()
         self.tiers = self._make_tiers()
         self.engine = self.make_engine(self._drafter())
+        if self.checkpoints is not None:
+            self.checkpoints.observe(self.engine, self.tiers)
 
     def restart(self) -> None:
         """Replaces an engine that has failed: the same weights, with fresh KV memory and drafter.
@@ -184,8 +203,11 @@ class LLM:
     def close(self) -> None:
         """Ends all requests, frees their KV, and writes what is still on its way to the stores.
 
-        That takes ten seconds at most. An `LLM` is also a context manager that does this.
+        That takes ten seconds at most. An `LLM` is also a context manager that does this. With
+        `checkpoint`, requests that have not ended are saved first.
         """
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.engine.close()
         if self.tiers is not None:
             self.tiers.close()
@@ -228,11 +250,41 @@ class LLM:
         """Answers a conversation piece by piece."""
         return self._stream(self.tokenizer.encode_chat(messages), params or SamplingParams())
 
+    def resume(self) -> list[RequestOutput]:
+        """Goes on with what an earlier process left in the checkpoint; all in one packed batch.
+
+        Returns:
+            One output per request, in the order in which they first came, those that had ended
+            included. Empty where there is nothing to go on with.
+
+        Raises:
+            ConfigError: there is no `checkpoint`, or a request does not fit the KV memory.
+        """
+        from draftwood.resume import resume_outputs
+
+        return resume_outputs(self)
+
+    def resume_stream(self, received: Mapping[str, Offset] | None = None) -> Iterator[Delta]:
+        """The same piece by piece, those of all requests as they come.
+
+        Args:
+            received: how much of each output its reader has, by request id, as `Delta.end` said:
+                pieces begin there, nothing comes twice and nothing is left out. Without it they
+                begin at what the checkpoint knew to be delivered.
+        """
+        from draftwood.resume import resume_deltas
+
+        return resume_deltas(self, received or {})
+
     def _run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
         groups = self._add_all(prompts, params)
-        self._finish([seq for group in groups for seq in group])
+        seqs = [seq for group in groups for seq in group]
+        if self.checkpoints is not None:
+            self.checkpoints.save()  # from here on none of them can be lost
+        self._finish(seqs)
+        self._forget(seqs)
         return [make_output(group[0], group[1:]) for group in groups]
 
     def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
@@ -243,18 +295,27 @@ class LLM:
         return self._deltas(self.engine.make(prompt_ids, params))
 
     def _deltas(self, seq: EngineSequence) -> Iterator[Delta]:
-        num_chars = num_tokens = 0
         self.engine.submit(seq)
         try:
+            have = Offset()
             while not seq.finished:
                 self.engine.step()
-                text, ids = seq.visible_text(), seq.output_ids[: seq.num_visible]
-                output = make_output(seq) if seq.finished else None
-                if len(text) > num_chars or len(ids) > num_tokens or output:
-                    yield Delta(text[num_chars:], tuple(ids[num_tokens:]), output)
-                num_chars, num_tokens = len(text), len(ids)
+                delta = make_delta(seq, have)
+                if delta is not None:
+                    yield delta
+                    have = delta.end
+                    if self.checkpoints is not None:
+                        self.checkpoints.delivered(seq.request_id, have)
         finally:
             self.engine.abort(seq)
+            self._forget([seq])
+
+    def _forget(self, seqs: Sequence[EngineSequence]) -> None:
+        """Their reader has all he wants of them."""
+        if self.checkpoints is not None:
+            for seq in seqs:
+                self.checkpoints.forget(seq.request_id)
+            self.checkpoints.save(wait=False)
 
     def _add_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -288,6 +349,8 @@ class LLM:
             while not all(seq.finished for seq in seqs):
                 self.engine.step()
         finally:
+            if self.checkpoints is not None:
+                self.checkpoints.suspend(seq for seq in seqs if not seq.finished)
             self._abort(seqs)
 
     def _abort(self, seqs: Sequence[EngineSequence]) -> None:
@@ -298,8 +361,12 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _make_tiers(self) -> KVTiers | None:
-        draft = self.draft_model.spec.kv_identity if self.draft_model else ""
-        return make_tiers(self.config, self.pool, Labels(self.model.spec.name, draft))
+        labels = Labels(self.model.spec.name, self._draft_identity)
+        return make_tiers(self.config, self.pool, labels)
+
+    @property
+    def _draft_identity(self) -> str:
+        return self.draft_model.spec.kv_identity if self.draft_model else ""
 
     def _compare(self, tokenizer: Tokenizer) -> int | Bridge:
         """How many ids the draft model shares with the target, or how their tokens correspond."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from draftwood.engine.checkpoint import Offset
 from draftwood.engine.sequence import RequestMetrics
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.sampling import TokenLogprobs
@@ -51,11 +52,22 @@ class Delta:
         text: what is new.
         token_ids: what is new; their text may still be held back.
         output: the whole, in the last piece only.
+        request_id: whose piece it is.
+        start: how many tokens and characters of the output lie before it.
     """
 
     text: str
     token_ids: tuple[int, ...]
     output: RequestOutput | None = None
+    request_id: str = ""
+    start: Offset = field(default_factory=Offset)
+
+    @property
+    def end(self) -> Offset:
+        """How much of the output its reader has with it."""
+        return Offset(
+            self.start.num_tokens + len(self.token_ids), self.start.num_chars + len(self.text)
+        )
 
 
 def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> RequestOutput:
@@ -74,4 +86,15 @@ def make_output(seq: EngineSequence, others: Sequence[EngineSequence] = ()) -> R
         prompt_logprobs=None if prompt_wants is None else (None, *seq.prompt_logprobs),
         alternatives=tuple(make_output(other) for other in (*others, *seq.others)),
         score=seq.score,
+    )
+
+
+def make_delta(seq: EngineSequence, have: Offset) -> Delta | None:
+    """What a reader who has so much of a sequence gets next; None where there is nothing new."""
+    text, ids = seq.visible_text(), seq.output_ids[: seq.num_visible]
+    if not (len(text) > have.num_chars or len(ids) > have.num_tokens or seq.finished):
+        return None
+    output = make_output(seq) if seq.finished else None
+    return Delta(
+        text[have.num_chars :], tuple(ids[have.num_tokens :]), output, seq.request_id, have
     )

@@ -38,6 +38,7 @@ app.command(
     epilog=example(
         "draftwood generate smollm2-135m 'def quicksort(' --stats",
         "draftwood generate smollm2-135m 'The capital of France' --beams 4",
+        "draftwood generate smollm2-135m --prompt-file job.jsonl --checkpoint job.saved",
         "draftwood generate smollm2-135m 'Is fire cold?' --chat --choice yes --choice no",
     )
 )(generate)

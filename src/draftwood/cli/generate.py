@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.cli import options as opt
+from draftwood.cli.job import end_job
 from draftwood.cli.loading import timed_load
 from draftwood.cli.output import Transcript, observe
 from draftwood.cli.prompts import Prompt, read_prompts
@@ -69,6 +70,8 @@ def generate(
     kv_memory: opt.KVMemory = None,
     kv_disk: opt.KVDisk = None,
     kv_redis: opt.KVRedis = None,
+    checkpoint: opt.Checkpoint = None,
+    checkpoint_every: opt.CheckpointEvery = 5.0,
     max_tokens: opt.MaxTokens = None,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
@@ -91,7 +94,8 @@ def generate(
     """Complete a prompt, streaming the text to stdout.
 
     The prompt is taken as it is; --chat asks the model as a chat partner instead. With --beams
-    the text comes when the search has ended.
+    the text comes when the search has ended. With --checkpoint the same command, run again after
+    a crash, goes on where it was and prints everything.
     """
     model_options = opt.ModelOptions(
         model=model,
@@ -106,6 +110,8 @@ def generate(
         kv_memory=kv_memory,
         kv_disk=kv_disk,
         kv_redis=kv_redis,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
     )
     prompts = read_prompts(prompt, prompt_file)
     params = opt.sampling_params(
@@ -132,11 +138,14 @@ def generate(
             for one, own in zip(prompts, all_params, strict=True)
         ]
         transcript = Transcript(requests, hidden=as_json or show_tree)
-        run = complete(llm.engine, requests, transcript.add)
-    if as_json:
-        print(json.dumps(_record(llm, load_s, requests, run, timer), ensure_ascii=False))
-    else:
-        transcript.finish()
+        run = complete(llm.engine, requests, transcript.add, llm.checkpoints)
+        if as_json:
+            record = _record(llm, load_s, requests, run, timer)
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+        else:
+            transcript.finish()
+        if llm.checkpoints is not None and not run.interrupted:
+            end_job(llm.checkpoints, run.outputs)
     _after(run, stats_lines(run.outputs, llm, timer) if stats else [])
 
 

@@ -40,6 +40,8 @@ def load(options: ModelOptions) -> LLM:
             dtype=options.dtype,
             quantization=options.quantization,
             max_model_len=options.max_model_len,
+            checkpoint=options.checkpoint,
+            checkpoint_every_s=options.checkpoint_every,
             config=options.config,
             progress=progress,
         )

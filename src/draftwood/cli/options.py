@@ -27,6 +27,7 @@ _SAMPLING = "Sampling"
 _FORM = "Form of the text (one of these)"
 _OUTPUT = "Output"
 _KV = "KV cache"
+_CHECKPOINTS = "Checkpoints"
 
 ModelName = Annotated[
     str,
@@ -107,6 +108,22 @@ KVRedis = Annotated[
 KVNamespace = Annotated[
     str,
     typer.Option(metavar="NAME", help="Begins every key in Redis.", rich_help_panel=_KV),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder in which running requests are saved: after a crash or Ctrl-C the same "
+        "command goes on where it was.",
+        show_default=False,
+        rich_help_panel=_CHECKPOINTS,
+    ),
+]
+CheckpointEvery = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="Seconds between two checkpoints.", rich_help_panel=_CHECKPOINTS
+    ),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -256,12 +273,16 @@ class ModelOptions:
     kv_redis: str | None = None
     max_num_seqs: int = 16
     max_batch_tokens: int = 512
+    checkpoint: Path | None = None
+    checkpoint_every: float = 5.0
     config: EngineConfig = field(init=False)
 
     def __post_init__(self) -> None:
         for name in (self.model, self.draft):
             if name is not None and is_nothing(name):
                 resolve(name)  # says so, before the seconds that torch takes to import
+        if not self.checkpoint_every > 0:
+            raise ConfigError(f"checkpoint-every is {self.checkpoint_every}: it must be above 0")
         memory = None if self.kv_memory is None else parse_bytes("kv-memory", self.kv_memory)
         config = EngineConfig(
             kv_memory=memory,

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from draftwood.cli.job import names_of, resume_job
 from draftwood.errors import DraftwoodError
 
 if TYPE_CHECKING:
+    from draftwood.engine.checkpoint import CheckpointWriter
     from draftwood.engine.engine import Engine
     from draftwood.engine.sequence import Sequence as EngineSequence
     from draftwood.outputs import RequestOutput
@@ -88,13 +90,20 @@ class Run:
     interrupted: bool
 
 
-def complete(engine: Engine, requests: Sequence[Request], on_text: OnText | None = None) -> Run:
+def complete(
+    engine: Engine,
+    requests: Sequence[Request],
+    on_text: OnText | None = None,
+    checkpoints: CheckpointWriter | None = None,
+) -> Run:
     """Runs requests in one packed batch.
 
     Args:
         engine: who runs them.
         requests: all are queued or, when one is wrong, none.
         on_text: `on_text(index, text, ended)` is told each new piece, and once that it ended.
+        checkpoints: saves them, and has what an earlier run of the same requests left behind.
+            What Ctrl-C ends stays there, and so do outputs until `job.end_job`.
 
     Raises:
         PromptError, ConfigError: a request cannot be served.
@@ -104,18 +113,36 @@ def complete(engine: Engine, requests: Sequence[Request], on_text: OnText | None
     seqs: list[EngineSequence] = []
     with Interrupt() as interrupt:
         try:
-            for i, request in enumerate(requests):
-                seqs.append(_add(engine, request, i if len(requests) > 1 else None))
+            _queue(engine, requests, checkpoints, seqs)
             news = _News(seqs, on_text or _unheard)
             while not interrupt.asked and not all(seq.finished for seq in seqs):
                 engine.step()
                 news.tell()
         finally:
             cut = not all(seq.finished for seq in seqs)
+            if checkpoints is not None:
+                checkpoints.suspend(seqs if cut else ())
             for seq in seqs:
                 engine.abort(seq)
         news.tell()
     return Run([make_output(seq) for seq in seqs], cut)
+
+
+def _queue(
+    engine: Engine,
+    requests: Sequence[Request],
+    checkpoints: CheckpointWriter | None,
+    seqs: list[EngineSequence],
+) -> None:
+    """Appends the sequences of all requests to `seqs`; those of an earlier run go on."""
+    names = [None] * len(requests) if checkpoints is None else names_of(requests)
+    begun = {} if checkpoints is None else resume_job(checkpoints, names_of(requests))
+    for i, (request, name) in enumerate(zip(requests, names, strict=True)):
+        seq = None if name is None else begun.get(name)
+        index = i if len(requests) > 1 else None
+        seqs.append(seq or _add(engine, request, index, name))
+    if checkpoints is not None:
+        checkpoints.save()
 
 
 def _unheard(index: int, text: str, ended: bool) -> None:
@@ -150,9 +177,9 @@ def with_room(
     return params.but(max_tokens=max(min(default, engine.room(num_prompt, params)), 1))
 
 
-def _add(engine: Engine, request: Request, index: int | None) -> EngineSequence:
+def _add(engine: Engine, request: Request, index: int | None, name: str | None) -> EngineSequence:
     try:
-        return engine.add(request.prompt_ids, request.params)
+        return engine.add(request.prompt_ids, request.params, name)
     except DraftwoodError as error:
         if index is None:
             raise

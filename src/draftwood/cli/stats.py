@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 def tokens_per_s(output: RequestOutput) -> float:
     """Speed of decoding: the first token, which the prompt's forward gives, is not counted."""
-    num_tokens, seconds = len(output.token_ids) - 1, output.metrics.decode_s
+    num_tokens, seconds = _num_timed(output) - 1, output.metrics.decode_s
     return num_tokens / seconds if num_tokens > 0 and seconds > 0 else 0.0
+
+
+def _num_timed(output: RequestOutput) -> int:
+    """Tokens that were generated in this process."""
+    return len(output.token_ids) - output.metrics.num_resumed_tokens
 
 
 def output_record(output: RequestOutput, name: str | None = None) -> dict[str, Any]:
@@ -36,6 +41,7 @@ def output_record(output: RequestOutput, name: str | None = None) -> dict[str, A
         "num_cached_tokens": metrics.num_cached_tokens,
         "cached_by_tier": dict(metrics.cached_by_tier),
         "num_tokens": len(output.token_ids),
+        "num_resumed_tokens": metrics.num_resumed_tokens,
         "num_rounds": metrics.num_rounds,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,

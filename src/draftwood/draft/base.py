@@ -72,6 +72,13 @@ class Drafter:
     def stop(self, seq: DraftContext) -> None:
         """A sequence has ended, in whatever way. Called once for each `start`."""
 
+    def state(self) -> bytes:
+        """What it has learned beside its sequences, for a checkpoint: small, and quickly made."""
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Takes what a drafter of the same name gave as its `state` in an earlier process."""
+
 
 class NoDrafter(Drafter):
     """Plain decoding."""

@@ -51,3 +51,11 @@ class LookupDrafter(Drafter):
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence; the tables stay warm."""
         self._suffix.stop(seq)
+
+    def state(self) -> bytes:
+        """The newest part of the tables; suffixes are indexed again from the tokens."""
+        return self.table.state()
+
+    def restore(self, state: bytes) -> None:
+        """Fills the tables."""
+        self.table.restore(state)

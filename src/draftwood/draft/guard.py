@@ -71,6 +71,17 @@ class GuardedDrafter(Drafter):
             self._started.discard(seq.request_id)
             self._safely(lambda: self.inner.stop(seq))
 
+    def state(self) -> bytes:
+        """The drafter's state; nothing if it fails."""
+        states: list[bytes] = []
+        self._safely(lambda: states.append(bytes(self.inner.state())))
+        return states[0] if states else b""
+
+    def restore(self, state: bytes) -> None:
+        """Restores the drafter if there is something to restore."""
+        if state:
+            self._safely(lambda: self.inner.restore(state))
+
     def _sound(self, tree: TokenTree, seq: DraftContext) -> TokenTree:
         """The tree, its scores brought into order; ValueError if its shape cannot be used."""
         if tree.tokens[0] != seq.tokens[-1] or tree.parents[0] != -1:

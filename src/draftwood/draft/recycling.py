@@ -8,8 +8,10 @@ request; neither needs a second model.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -49,6 +51,26 @@ class RecyclingTable:
         self._pairs.move_to_end(context)
         if len(self._pairs) > self._max_pairs:
             self._pairs.popitem(last=False)
+
+    def state(self, max_contexts: int = 8192) -> bytes:
+        """The contexts used last, as numbers: k, then context and candidates of each."""
+        numbers = array("i", [self.k])
+        recent = list(islice(reversed(self._pairs.items()), max_contexts))
+        for (first, last), ranked in reversed(recent):
+            if len(ranked) == self.k:
+                numbers.extend((first, last, *ranked))
+        return numbers.tobytes()
+
+    def restore(self, state: bytes) -> None:
+        """Learns what `state` of a table with the same k has written; ValueError for another."""
+        numbers = array("i")
+        numbers.frombytes(state)
+        width = self.k + 2
+        if not numbers or numbers[0] != self.k or (len(numbers) - 1) % width:
+            raise ValueError("the state is of another table")
+        for start in range(1, len(numbers), width):
+            first, last, *ranked = numbers[start : start + width]
+            self.learn((first, last), ranked)
 
     def guesses(self, state: _Context) -> Iterable[Guess]:
         """Candidates of the two-token context, then of the one-token one."""
@@ -91,6 +113,14 @@ class RecyclingDrafter(Drafter):
         for seq, outcome in zip(seqs, outcomes, strict=True):
             self.calibrator.observe(outcome.tree, outcome.verdict)
             learn_outcome(self.table, seq, outcome)
+
+    def state(self) -> bytes:
+        """The newest part of the tables."""
+        return self.table.state()
+
+    def restore(self, state: bytes) -> None:
+        """Fills the tables."""
+        self.table.restore(state)
 
 
 def learn_outcome(table: RecyclingTable, seq: DraftContext, outcome: Outcome) -> None:

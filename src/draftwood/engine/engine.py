@@ -20,6 +20,7 @@ from draftwood.draft.base import Drafter, NoDrafter, Outcome
 from draftwood.draft.guard import GuardedDrafter
 from draftwood.engine.admission import Admission
 from draftwood.engine.beam import advance
+from draftwood.engine.checkpoint.saved import SavedRequest
 from draftwood.engine.controller import Controller
 from draftwood.engine.costs import cost_model
 from draftwood.engine.observers import Observer, Round
@@ -47,6 +48,10 @@ class Engine:
         config: limits and switches.
         tiers: stores that KV is kept in for longer than this engine lives; None for none.
         grammars: compiles the grammars of structured output; None refuses them.
+
+    Attributes:
+        observers: told about every round.
+        num_requests: how many were made.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class Engine:
             config.max_batch_tokens,
             grammars,
         )
-        self._num_requests = 0
+        self.num_requests = 0
 
     @property
     def has_work(self) -> bool:
@@ -136,8 +141,8 @@ class Engine:
             ConfigError: the parameters do not fit the prompt or the vocabulary, or an unfinished
                 request has the same id.
         """
-        self._num_requests += 1
-        request_id = request_id or f"request-{self._num_requests}"
+        self.num_requests += 1
+        request_id = request_id or f"request-{self.num_requests}"
         if self._scheduler.knows(request_id):
             raise ConfigError(f"request id {request_id!r} is in use: choose another")
         return self._admission.make(prompt_ids, params, request_id, parent)
@@ -145,6 +150,25 @@ class Engine:
     def submit(self, seq: Sequence) -> None:
         """Queues what `make` made."""
         self._scheduler.add(seq)
+
+    def resume(self, saved: SavedRequest, parent: Sequence | None = None) -> Sequence:
+        """Goes on with a request of an earlier process, from where it was saved.
+
+        Its text is what it would have been. KV that the cache tiers have is not computed again. A
+        beam search begins anew. One that had ended is returned as it was, and not queued.
+
+        Raises:
+            ConfigError: a request has the same id, or this engine has no room for its length.
+        """
+        seq = self.make(saved.prompt_ids, saved.own_params, saved.request_id, parent)
+        saved.restore(seq)
+        if not seq.finished:
+            self.submit(seq)
+        return seq
+
+    def count_from(self, num_requests: int) -> None:
+        """Names requests as if so many had been made, so that names of others stay theirs."""
+        self.num_requests = max(self.num_requests, num_requests)
 
     def abort(self, seq: Sequence) -> None:
         """Ends a request now; what it generated stays readable and its memory is freed."""

@@ -35,6 +35,7 @@ class RequestMetrics:
         num_draft_tokens: draft nodes verified.
         num_accepted_tokens: draft nodes that were right.
         num_forced_tokens: tokens that a grammar left no choice about; nobody had to choose them.
+        num_resumed_tokens: output tokens that came from a checkpoint.
         accepted_per_position: how often the draft at depth 1, 2, ... was accepted.
         arrival_s, start_s, first_token_s, finish_s: moments on the monotonic clock; it starts
             when it is first admitted.
@@ -46,6 +47,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
+    num_resumed_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     arrival_s: float = field(default_factory=perf_counter)
     start_s: float | None = None
@@ -162,6 +164,11 @@ class Sequence:
         return self.num_missing <= 1 + self.num_forced
 
     @property
+    def depths(self) -> Seq[int]:
+        """Where in its draft each output token was; 0 for one that was not drafted."""
+        return tuple(self._depths)
+
+    @property
     def cache_salt(self) -> bytes:
         """Separates tenants in every cache of KV."""
         return (self.params.cache_salt or "").encode()
@@ -210,6 +217,25 @@ class Sequence:
             self.metrics.num_forced_tokens += 1
         if grammar.has_failed(len(self.output_ids)):
             self.finish("abort")
+
+    def restore(
+        self,
+        output: Seq[int],
+        depths: Seq[int],
+        logprobs: Seq[TokenLogprobs] = (),
+        prompt_logprobs: Seq[TokenLogprobs] = (),
+    ) -> None:
+        """Takes the output that this request had in an earlier process; no stop rule acts on it.
+
+        It must be fresh. All but the last token is computed or found in a cache when it runs.
+        """
+        assert not self.output_ids, "only a fresh sequence can be restored"
+        self.tokens.extend(output)
+        self._depths.extend(depths)
+        self.logprobs.extend(logprobs)
+        self.prompt_logprobs.extend(prompt_logprobs)
+        for token in output:
+            self.detokenizer.append(token, may_stop=False)
 
     def finish(self, reason: str, stop: str | int | None = None) -> None:
         """Ends the sequence; beams that have not come to an end leave nothing behind."""
