@@ -225,6 +225,14 @@ def test_a_draft_slower_than_its_target_is_soon_left_alone() -> None:
     assert rounds(controller, tree, 1000, 0.11, right=True) <= 40
 
 
+def test_one_long_read_does_not_stop_drafting() -> None:
+    """A draft model read the prompts of a batch in 0.35 s, and nothing was drafted from then on."""
+    controller = Controller(costs(0.03, 0.03, 0.03), 8)
+    tree = TokenTree.chain([0, 1, 2], decay=0.9)
+    rounds(controller, tree, 1, 0.35, right=True)
+    assert rounds(controller, tree, 60, 0.01, right=True) >= 55
+
+
 def test_gumbel_top_tokens_are_what_a_draft_like_the_target_proposes() -> None:
     """With the target's own distribution the first draft token is always right."""
     from draftwood.draft.model import likely_tokens

@@ -6,7 +6,7 @@ Third parties add one under the entry point group `draftwood.drafters`; see docs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -55,6 +55,13 @@ class Drafter:
     """
 
     name = "none"
+
+    def prices(self, seconds: Callable[[int, float], float]) -> None:
+        """Told once, by an engine that weighs costs, what a forward of the target takes.
+
+        Args:
+            seconds: of (number of rows, tokens of context); kept up to date as rounds go by.
+        """
 
     def start(self, seq: DraftContext) -> None:
         """A sequence begins to decode; its prompt is known."""

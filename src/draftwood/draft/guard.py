@@ -31,6 +31,10 @@ class GuardedDrafter(Drafter):
         self._vocab_size = vocab_size
         self._started: set[str] = set()
 
+    def prices(self, seconds: Callable[[int, float], float]) -> None:
+        """Passes on what the target's forwards cost."""
+        self._safely(lambda: self.inner.prices(seconds))
+
     def start(self, seq: DraftContext) -> None:
         """Starts the drafter on a sequence; if that fails, none is proposed for it."""
         if self._safely(lambda: self.inner.start(seq)):

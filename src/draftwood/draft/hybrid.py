@@ -24,7 +24,7 @@ from draftwood.attention import Work, pack
 from draftwood.draft.base import DraftContext, Outcome
 from draftwood.draft.combine import LookupDrafter
 from draftwood.draft.model import likely_tokens, top_shares
-from draftwood.draft.rated import COUNTED, RatedTree
+from draftwood.draft.rated import RatedTree
 from draftwood.errors import CapacityError
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
@@ -34,9 +34,10 @@ _BRANCHES = 3
 _MAX_FORWARDS = 10  # of the draft model in one round
 _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
 _CHUNK = 512
-_SAVE_UP = (
-    0.3  # share of the cost of reading a context that must have been missed before it is read
-)
+_SMALL = 8  # rows of the draft model that cost about what one does
+_MOST_NODES = 40  # of all trees together, when their size is weighed
+# Share of the cost of reading a context that must have been missed before it is read.
+_SAVE_UP = 0.3
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
 
 
@@ -70,15 +71,15 @@ class _Pace:
 
     def seconds(self, num_rows: int) -> float:
         """Of a forward of so many rows; 0 before the first."""
-        return self._step_s + self._row_s * max(num_rows - COUNTED, 0)
+        return self._step_s + self._row_s * max(num_rows - _SMALL, 0)
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learns from one forward; one that took far longer than usual counts little."""
-        if num_rows <= COUNTED:
+        if num_rows <= _SMALL:
             known = self._step_s
             self._step_s += 0.2 * (min(seconds, 3 * known) - known) if known else seconds
-        elif num_rows >= 4 * COUNTED:
-            own = max(seconds - self._step_s, 0.0) / (num_rows - COUNTED)
+        elif num_rows >= 4 * _SMALL:
+            own = max(seconds - self._step_s, 0.0) / (num_rows - _SMALL)
             self._row_s += 0.3 * (own - self._row_s) if self._row_s else own
 
 
@@ -104,6 +105,9 @@ class AutoDrafter(LookupDrafter):
     ) -> None:
         super().__init__()
         self._source = source
+        self._price: Callable[[int, float], float] | None = None
+        self._costs: list[float] = []
+        self._num_seqs = 0
         self._growths: dict[str, RatedTree] = {}
         self._savings: dict[str, _Savings] = {}
         self._clock = clock
@@ -112,6 +116,10 @@ class AutoDrafter(LookupDrafter):
         self._target_s = 0.0  # a round without drafting
         self._unasked_rounds = 0
         self._began = self._drafted = 0.0
+
+    def prices(self, seconds: Callable[[int, float], float]) -> None:
+        """Weighs what a node costs the target; without this nodes count as free."""
+        self._price = seconds
 
     def start(self, seq: DraftContext) -> None:
         """Indexes the prompt."""
@@ -138,6 +146,8 @@ class AutoDrafter(LookupDrafter):
             for seq, growth in zip(seqs, growths, strict=True)
             if growth.budget > 0 and growth.base + 1 < self._max_length
         ]
+        self._num_seqs = len(seqs)
+        self._costs = self._verify_costs(seqs) if pairs else []
         probe = self._unasked_rounds >= _PROBE_EVERY
         for _ in range(_MAX_FORWARDS):
             asked = self._choose(pairs, probe)
@@ -175,36 +185,69 @@ class AutoDrafter(LookupDrafter):
         self, pairs: Sequence[tuple[DraftContext, RatedTree]], probe: bool
     ) -> list[tuple[DraftContext, RatedTree, list[int]]]:
         """The sequences to ask the model for in one forward, and where; none if it does not pay."""
-        places = [growth.best_place(max(self._hit, 0.05)) for _, growth in pairs]
+        hit = max(self._hit, 0.05)
+        places = [growth.best_place(hit) for _, growth in pairs]
         most = max((gain for gain, _ in places), default=0.0)
         if most <= 0:
             return []
-        asked, gains, num_rows, num_unread, credit = [], 0.0, 0, 0, 0.0
+        asked: list[tuple[DraftContext, RatedTree, list[int]]] = []
+        after: list[float] = []
         for (seq, growth), (gain, place) in zip(pairs, places, strict=True):
             path = growth.unasked_path(place)
-            if gain < most / 4 or len(growth.order) + len(path) > _MAX_ROWS:
-                continue
-            if len(seq.tokens) + growth.depth(place) > self._max_length:
-                continue
-            asked.append((seq, growth, path))
-            gains += gain
-            num_rows += len(path)
-            num_unread += 0 if growth.order else self._num_unread(seq)
-            credit += self._savings[seq.request_id].seconds
-        if probe:
-            return asked
-        expected = sum(growth.expected for _, growth in pairs)
+            fits = len(growth.order) + len(path) <= _MAX_ROWS
+            within = len(seq.tokens) + growth.depth(place) <= self._max_length
+            if gain >= most / 4 and fits and within:
+                asked.append((seq, growth, path))
+                after += growth.scores_if_asked(path, hit)
+            else:
+                after += growth.scores()
+        before = [score for _, growth in pairs for score in growth.scores()]
+        return asked if probe or self._pays(asked, before, after) else []
+
+    def _pays(
+        self,
+        asked: Sequence[tuple[DraftContext, RatedTree, list[int]]],
+        before: Sequence[float],
+        after: Sequence[float],
+    ) -> bool:
+        """Whether a forward of the draft model is expected to save time.
+
+        Args:
+            asked: where it would be asked.
+            before, after: scores of all nodes as they are, and as they are expected to become.
+        """
+        num_rows = sum(len(path) for _, _, path in asked)
+        unread = {
+            seq.request_id: self._num_unread(seq) for seq, growth, _ in asked if not growth.order
+        }
         spent_s = self._clock() - self._began
-        worth_s = gains * (self._target_s + spent_s) / expected
         price_s = self._pace.seconds(num_rows)
-        reading_s = self._pace.seconds(num_rows + num_unread) - price_s
-        if worth_s + credit >= price_s + _SAVE_UP * reading_s:
-            return asked
+        reading_s = self._pace.seconds(num_rows + sum(unread.values())) - price_s
+        now, later = self._token_s(before, spent_s), self._token_s(after, spent_s + price_s)
+        saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-_SMALL:]))
+        credit = sum(self._savings[name].seconds for name in unread)
+        if saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s:
+            return True
         # The forward alone may pay while reading the context does not yet: save up for it.
-        for seq, growth, _ in asked:
-            if not growth.order:
-                self._savings[seq.request_id].seconds += max(worth_s - price_s, 0.0) / len(asked)
-        return []
+        for name in unread:
+            self._savings[name].seconds += max(saved_s, 0.0) / len(unread)
+        return False
+
+    def _token_s(self, scores: Sequence[float], spent_s: float) -> float:
+        """Seconds a token with the best number of nodes, where drafting has taken `spent_s`."""
+        expected = float(self._num_seqs)
+        best = (self._costs[0] + spent_s) / expected
+        for score, cost in zip(sorted(scores, reverse=True), self._costs[1:], strict=False):
+            expected += score
+            best = min(best, (cost + spent_s) / expected)
+        return best
+
+    def _verify_costs(self, seqs: Sequence[DraftContext]) -> list[float]:
+        """Seconds of the target's forward with 0, 1, 2, ... draft nodes."""
+        if self._price is None:
+            return [self._target_s] * (_MOST_NODES + 1)
+        context = sum(len(seq.tokens) for seq in seqs) / len(seqs)
+        return [self._price(len(seqs) + n, context) for n in range(_MOST_NODES + 1)]
 
     def _num_unread(self, seq: DraftContext) -> int:
         """Tokens before the root that the draft model has not read."""
@@ -219,7 +262,7 @@ class AutoDrafter(LookupDrafter):
         begin = self._clock()
         logits = self._forward(works)
         num_rows = sum(len(work.tokens) for work in works)
-        if num_rows <= COUNTED:
+        if num_rows <= _SMALL:
             self._pace.observe(num_rows, self._clock() - begin)
         parts = torch.split(logits, [len(path) for _, _, path in ready])
         for (seq, growth, path), rows in zip(ready, parts, strict=True):
@@ -239,7 +282,7 @@ class AutoDrafter(LookupDrafter):
         except CapacityError:
             return False
         lease.draft_length = min(lease.draft_length, base)
-        while base - lease.draft_length > COUNTED:
+        while base - lease.draft_length > _SMALL:
             start = lease.draft_length
             chunk = seq.tokens[start : min(start + _CHUNK, base)]
             begin = self._clock()

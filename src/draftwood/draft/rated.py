@@ -9,9 +9,6 @@ from draftwood.draft.grow import Calibrator
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
 
-COUNTED = 8
-"""Nodes whose scores make up what a round is expected to yield."""
-
 
 @dataclass(slots=True)
 class _Node:
@@ -57,11 +54,27 @@ class RatedTree:
             self.nodes[parent].children[token] = len(self.nodes)
         self.nodes.append(_Node(token, parent, score, label))
 
-    @property
-    def expected(self) -> float:
-        """Tokens the round is expected to yield with a tree of the usual size."""
-        scores = sorted((node.score for node in self.nodes[1:]), reverse=True)
-        return 1.0 + sum(scores[:COUNTED])
+    def scores(self) -> list[float]:
+        """Of all draft nodes."""
+        return [node.score for node in self.nodes[1:]]
+
+    def scores_if_asked(self, path: Sequence[int], hit: float) -> list[float]:
+        """What they are expected to become if the model is asked at the nodes of `path`.
+
+        Args:
+            path: from `unasked_path`.
+            hit: how often the model's first guess comes true.
+        """
+        scores = [node.score for node in self.nodes]
+        for index in path:
+            node = self.nodes[index]
+            likely = node.score * hit
+            child = max(node.children.values(), key=lambda i: self.nodes[i].score, default=None)
+            if child is None:
+                scores.append(likely)
+            else:
+                scores[child] = max(scores[child], likely)
+        return scores[1:]
 
     def best_place(self, hit: float) -> tuple[float, int]:
         """Where the model would add most expected tokens, and how many.

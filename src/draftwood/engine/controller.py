@@ -8,8 +8,10 @@ and small probes find out, ever more rarely, whether drafting has become worthwh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 from draftwood.engine.costs import CostModel
@@ -19,6 +21,7 @@ from draftwood.tree.token_tree import pack_best
 
 _PROBE_NODES = 2
 _MAX_REST = 64
+_REMEMBERED = 9  # rounds
 _CHEAP = 0.5  # drafting that takes this share of a forward may rest for the longest time
 
 
@@ -30,7 +33,8 @@ class Controller:
         cost: what a target forward costs; None verifies whatever is proposed.
         max_nodes: most draft nodes per sequence and round.
         trust: accepted draft tokens over promised ones, as a moving average.
-        draft_s: seconds of drafting a round, as a moving average.
+        draft_s: seconds of drafting a round, the median of the last ones: a long prompt that a
+            draft model reads once must not speak for the rounds behind it.
         gain: speed over plain decoding that rounds with a draft were expected to give, as a moving
             average; below 1 drafting rests.
         sizes: how often each number of nodes was chosen.
@@ -48,6 +52,7 @@ class Controller:
     num_expected: float = 0.0
     num_accepted: int = 0
     gain: float = 1.0
+    _draft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _resting: int = 0
     _rest: int = 0
 
@@ -105,7 +110,8 @@ class Controller:
             # Weighted by the promise: a round that promised little says little.
             weight = min(0.05 * promised, 0.2)
             self.trust += weight * (min(num_accepted / promised, 2.0) - self.trust)
-        self.draft_s += 0.1 * (draft_s - self.draft_s)
+        self._draft_s.append(draft_s)
+        self.draft_s = median_low(self._draft_s)
 
     def view(self) -> dict[str, Any]:
         """What it believes and what it did, for people and for JSON."""
