@@ -84,7 +84,7 @@ class Worker:
     @property
     def queue_length(self) -> int:
         """Prompts that wait for a place."""
-        return len(self._waiting) if self._waiting else 0
+        return len(self._waiting)
 
     @property
     def num_open(self) -> int:
