@@ -103,6 +103,22 @@ def test_choice_is_the_argmax_of_noisy_log_probabilities() -> None:
     assert choose(logits, SamplingParams(), 1, 9) == int(logits.argmax())
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-100, 5e-324])
+def test_a_tiny_temperature_is_the_greedy_choice(temperature: float) -> None:
+    """Logits over it leave the range of float32."""
+    logits = torch.tensor([0.5, 3.0, -2.0, 2.9])
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=2, min_p=0.1)
+    assert choose(logits, params, seed=1, position=3) == 1
+
+
+def test_a_token_is_chosen_where_all_are_banned() -> None:
+    """Rules may leave nothing: a text must not end the engine."""
+    logits = torch.full((5,), -math.inf)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        assert 0 <= choose(logits, params, seed=1, position=3) < 5
+
+
 def test_walk_follows_matches_and_stops_at_the_first_miss() -> None:
     tree = TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 2, 3), (1,) * 5, ("",) * 5)
     picks = {0: 3, 2: 4, 3: 9}

@@ -27,12 +27,25 @@ def log_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         dropping, which changes no argmax.
     """
     scores = torch.log_softmax(logits.float() / params.temperature, dim=-1)
+    if scores[0].isnan():  # then all of them are
+        return _greedy(logits)
     if params.top_k > 0:
         scores = keep_top_k(scores, params.top_k)
     if params.top_p < 1:
         scores = keep_top_p(scores, params.top_p)
     if params.min_p > 0:
         scores = keep_min_p(scores, params.min_p)
+    return scores
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    """All on the likeliest token.
+
+    It stands in where everything is banned, and where a tiny temperature or penalty has left the
+    range of float32: it is the limit there.
+    """
+    scores = torch.full(logits.shape, _NEG_INF, device=logits.device)
+    scores[torch.nan_to_num(logits.float(), nan=_NEG_INF).argmax()] = 0.0
     return scores
 
 

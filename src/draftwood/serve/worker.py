@@ -84,7 +84,7 @@ class Worker:
     @property
     def queue_length(self) -> int:
         """Prompts that wait for a place."""
-        return len(self._waiting) if self._waiting else 0
+        return len(self._waiting)
 
     @property
     def num_open(self) -> int:
@@ -136,6 +136,7 @@ class Worker:
             self._begin()
             while not self._stopping:
                 self._turn()
+            self._leave()
         except BaseException:
             _log.critical("the engine cannot go on", exc_info=True)
             self.died = self._stopping = True
@@ -150,6 +151,13 @@ class Worker:
         engine.observers.append(self._rounds)
         if self._watcher is not None:
             self._watcher.bind(engine, lambda: self.queue_length)
+
+    def _leave(self) -> None:
+        """Watches no longer: the engine may live on without a server."""
+        observers = self._llm.engine.observers
+        for observer in (self._rounds, self._watcher):
+            if observer in observers:
+                observers.remove(observer)
 
     def _turn(self) -> None:
         """Takes what was posted, then computes one round."""
