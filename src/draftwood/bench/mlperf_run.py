@@ -231,9 +231,8 @@ def _performance(name: str, scenario: str, folder: Path, num_samples: int) -> Re
 def _reason(details: dict[str, Any]) -> str:
     found = [text for key, text in _REASONS.items() if details.get(key) is False]
     said = str(details.get("error_invalid_config") or "").strip()
-    return "; ".join([*found, *([said] if said else [])]) or (
-        "too few queries to be sure of the percentile (early stopping)"
-    )
+    # What is left is that too few queries ran to be sure of a percentile.
+    return "; ".join([*found, *([said] if said else [])]) or "early stopping: more queries"
 
 
 def _accuracy(
