@@ -82,12 +82,20 @@ QUALITY = [
     }
 ]  # fmt: skip
 
+MLPERF = [
+    {
+        "type": "mlperf", "contender": "auto", "scenario": "Server", "mode": "performance",
+        "valid": True, "metrics": {"tokens_per_s": 12.5, "ttft_p99_s": 0.25},
+    }
+]  # fmt: skip
+
 RECORDS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "compare": (runs(), ["speedup", "acceptance", "shares"]),
     "cost": (COST, ["cost"]),
     "batch": (BATCH, ["batch"]),
     "kv": (KV, ["tiers"]),
     "quality": (QUALITY, ["quality"]),
+    "mlperf": (MLPERF, []),
 }
 
 
@@ -160,6 +168,7 @@ def test_the_tables_hold_what_the_runs_say(files: list[Path], tmp_path: Path) ->
     out = tmp_path / "report.html"
     make_report([load_record(path) for path in files], out)
     cells = re.findall(r"<td>(.*?)</td>", out.read_text(encoding="utf-8"))
+    assert {"Server", "True", "12.5", "0.25"} <= set(cells)
     assert "2.00 (2.00 to 2.00)" in cells  # compare: every prompt decodes twice as fast
     spec = next(path for path in files if path.name == "spec.jsonl")
     value = speedups(load_record(spec))["auto"][ALL].value

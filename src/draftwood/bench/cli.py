@@ -16,6 +16,7 @@ from draftwood.bench.batch_cli import batch
 from draftwood.bench.check_cli import check
 from draftwood.bench.diff_cli import diff
 from draftwood.bench.kv_cli import kv
+from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.report_cli import report
 from draftwood.bench.serve_cli import serve
@@ -220,6 +221,7 @@ app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
+app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)
 app.command(epilog=_example("check README.md docs/benchmarks.md"))(check)
 app.command(epilog=_example("diff before.jsonl after.jsonl"))(diff)

@@ -165,4 +165,10 @@ def _points(record: RecordFile) -> Iterator[Derived]:
         of = {TEXT: str(row["text"])}
         yield from _numbers(of, [row[field] for field in (*fields, "same_choice", "num_tokens")])
     for row in record.of("mlperf"):
-        yield from _numbers({CONTENDER: str(row["contender"])}, row["metrics"].values())
+        of = {CONTENDER: str(row["contender"]), KIND: str(row["scenario"])}
+        yield from _numbers(of, row["metrics"].values())
+        times = [
+            v for name, v in row["metrics"].items() if name.endswith("_s") and "per" not in name
+        ]
+        yield from _numbers(of, [1000 * seconds for seconds in times])
+        yield from _numbers(of, [row["num_identical"], row["num_samples"]])

@@ -137,7 +137,7 @@ def _tables(record: RecordFile) -> Iterator[str]:
     elif record.runs:
         yield _table(*_speeds(record))
     for kind, fields in _FIELDS.items():
-        rows = record.of(kind)
+        rows = [{**row, **row.get("metrics", {})} for row in record.of(kind)]
         if rows:
             yield _table(
                 list(fields.values()), [[_cell(row.get(f)) for f in fields] for row in rows]
@@ -153,6 +153,17 @@ _FIELDS = {
         "ratio": "x plain",
         "decode_ratio": "decoding",
         "worst": "worst",
+    },
+    "mlperf": {
+        "contender": "LoadGen",
+        "scenario": "scenario",
+        "mode": "mode",
+        "valid": "valid",
+        "tokens_per_s": "tokens/s",
+        "ttft_p99_s": "TTFT p99, s",
+        "tpot_p99_s": "TPOT p99, s",
+        "rouge1": "ROUGE-1",
+        "rougeL": "ROUGE-L",
     },
     "kv": {
         "tier": "from",
