@@ -34,7 +34,7 @@ NEEDS = pytest.mark.skipif(
     not PROGRAM or shutil.which("java") is None,
     reason="DRAFTWOOD_TORCHSERVE names no TorchServe, or there is no Java",
 )
-pytestmark = [NEEDS]
+pytestmark = [NEEDS, pytest.mark.torchserve]
 PARAMS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8}
 
 
