@@ -50,9 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """On CI a skipped test is a failed one, but for those that need a CUDA device."""
+    """On CI a skipped test is a failed one, but for those that need what CI has not."""
     report = yield
-    expected = hasattr(report, "wasxfail") or item.get_closest_marker("cuda")
+    elsewhere = item.get_closest_marker("cuda") or item.get_closest_marker("torchserve")
+    expected = hasattr(report, "wasxfail") or elsewhere
     if report.skipped and os.environ.get("CI") and not expected:
         report.outcome = "failed"
         report.longrepr = f"skipped, which counts as a failure on CI: {report.longrepr}"

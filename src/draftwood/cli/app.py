@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from draftwood.bench.cli import app as bench
+from draftwood.cli.archive import archive
 from draftwood.cli.chat import chat
 from draftwood.cli.demo import demo
 from draftwood.cli.doctor import doctor
@@ -48,6 +49,7 @@ app.command(
         "draftwood serve smollm2-135m", "draftwood serve smollm2-135m --port 0 --log-format json"
     )
 )(serve)
+app.command(epilog=example("draftwood archive ./my-model --out my-model.mar"))(archive)
 app.command(epilog=example("draftwood pull smollm2-135m"))(pull)
 app.command(epilog=example("draftwood doctor"))(doctor)
 app.command(epilog=example("draftwood demo"))(demo)
