@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftwood.bench.data import BenchPrompt
-    from draftwood.bench.mlperf_run import Result
+    from draftwood.bench.mlperf_run import Plan, Result
     from draftwood.llm import LLM
+    from draftwood.sampling import SamplingParams
 
 _Model = Annotated[
     str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
@@ -81,15 +82,14 @@ def mlperf(
     """  # noqa: E501
     from draftwood.bench import cli
     from draftwood.bench.mlperf import MODES, SCENARIOS, loadgen
-    from draftwood.bench.mlperf_run import Plan, run_plan
-    from draftwood.bench.records import open_writer
+    from draftwood.bench.mlperf_run import Plan
     from draftwood.bench.tables import console
     from draftwood.sampling import SamplingParams
 
     loadgen()
     cli._set_threads(threads)
     plan = Plan(
-        drafters=cli._drafter_names(drafters, draft),
+        drafters=list(dict.fromkeys(cli._drafter_names(drafters, draft))),
         scenarios=_chosen("scenarios", scenarios, SCENARIOS),
         modes=_chosen("modes", modes, MODES),
         rules=rules,
@@ -104,20 +104,37 @@ def mlperf(
     prompts = _prompts(data, kind, limit)
     llm = cli._load(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
     samples = _samples(llm, prompts, max_tokens)
-    _make_folder(out)
-    with open_writer(out / "record.jsonl") as writer:
-        source = {"source": data.name if data else "packaged", "count": len(samples)}
-        facts = {"params": asdict(params), "prompts": source, "rules": rules, "seconds": seconds}
-        writer.write(cli._fingerprint(llm, "mlperf", **facts, drafters=plan.drafters))
-        results = []
-        with _status() as status:
-            for result in run_plan(llm, samples, params, plan, status):
-                writer.write(result.to_json())
-                results.append(result)
+    source = {"source": data.name if data else "packaged", "count": len(samples)}
+    results = _run(llm, samples, params, plan, source)
     if as_json:
         cli._print_json([result.to_json() for result in results])
     else:
         console().print(_tables(results))
+
+
+def _run(
+    llm: LLM,
+    samples: Sequence[Sequence[int]],
+    params: SamplingParams,
+    plan: Plan,
+    source: Mapping[str, Any],
+) -> list[Result]:
+    """All results of a plan, each in the record as soon as it is there."""
+    from draftwood.bench import cli
+    from draftwood.bench.mlperf_run import run_plan
+    from draftwood.bench.records import open_writer
+
+    _make_folder(plan.out)
+    facts = {"rules": plan.rules, "seconds": plan.seconds, "drafters": plan.drafters}
+    results = []
+    with open_writer(plan.out / "record.jsonl") as writer:
+        head = cli._fingerprint(llm, "mlperf", params=asdict(params), prompts=source, **facts)
+        writer.write(head)
+        with _status() as status:
+            for result in run_plan(llm, samples, params, plan, status):
+                writer.write(result.to_json())
+                results.append(result)
+    return results
 
 
 def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
