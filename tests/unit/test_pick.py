@@ -115,3 +115,13 @@ def test_no_kernels_no_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [choose(logits, params, 1, position) for position in range(30)]
     monkeypatch.setattr(ops, "available", lambda: False)
     assert [choose(logits, params, 1, position) for position in range(30)] == short
+
+
+def test_where_float32_ends_the_likeliest_token_is_chosen() -> None:
+    """A temperature of 1e-45 makes every quotient infinite; nothing was chosen then."""
+    logits = row(500, 3.0, 8)
+    for extra in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.2}):
+        params = SamplingParams(temperature=1e-45, seed=1, **extra)
+        assert choose(logits, params, 1, 7) == int(logits.argmax())
+    banned = torch.full((500,), float("-inf"))
+    assert choose(banned, SamplingParams(temperature=1.0, seed=1), 1, 7) in range(500)

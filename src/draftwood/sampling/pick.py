@@ -41,13 +41,15 @@ def top_noisy(
         logits = logits.contiguous()
         if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
             key = stream_key(seed, position)
-            return _listed(*ops.noisy_top(logits, params.temperature, key, k))
+            tokens, keys = _listed(*ops.noisy_top(logits, params.temperature, key, k))
+            if keys and math.isfinite(keys[0]):
+                return tokens, keys
         few = _likely(logits, params)
         if few is not None:
             return _noisy(*few, seed, position, k)
     scores = log_probs(logits, params)
-    tokens = torch.nonzero(scores > float("-inf")).squeeze(-1)
-    return _noisy(scores[tokens], tokens, seed, position, k)
+    kept = torch.nonzero(scores > float("-inf")).squeeze(-1)
+    return _noisy(scores[kept], kept, seed, position, k)
 
 
 def _noisy(
@@ -79,6 +81,8 @@ def _likely(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor] | N
         return None  # a tie at the border
     values, tokens = values[:size], tokens[:size]
     scaled = values / params.temperature
+    if not math.isfinite(float(scaled.abs().max())):
+        return None  # a tiny temperature
     complete = whole_row or 0 < params.top_k <= size
     if complete:
         scores = torch.log_softmax(scaled, dim=-1)
