@@ -233,6 +233,20 @@ def test_one_long_read_does_not_stop_drafting() -> None:
     assert rounds(controller, tree, 60, 0.01, right=True) >= 55
 
 
+def test_a_drafter_that_is_never_right_costs_few_rows() -> None:
+    """Random trees were proposed for nothing and verified two nodes at a time, every other round."""
+    controller = Controller(costs(0.029, 0.030, 0.0316), 8)
+    tree = TokenTree.chain([0, 1, 2], decay=0.9)
+    verified = 0
+    for _ in range(500):
+        if controller.budget():
+            [cut] = controller.choose([tree], 0)
+            verified += len(cut) - 1
+            if len(cut) > 1:
+                controller.observe([cut], 0, 0.0003)
+    assert 10 <= verified <= 120
+
+
 def test_gumbel_top_tokens_are_what_a_draft_like_the_target_proposes() -> None:
     """With the target's own distribution the first draft token is always right."""
     from draftwood.draft.model import likely_tokens

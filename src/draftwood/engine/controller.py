@@ -20,6 +20,7 @@ from draftwood.tree.shape import best_size
 from draftwood.tree.token_tree import pack_best
 
 _PROBE_NODES = 2
+_PROBE_EVERY = 8  # times that no node pays
 _MAX_REST = 64
 _REMEMBERED = 9  # rounds
 _CHEAP = 0.5  # drafting that takes this share of a forward may rest for the longest time
@@ -53,6 +54,7 @@ class Controller:
     num_accepted: int = 0
     gain: float = 1.0
     _draft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _unpaid: int = 0
     _resting: int = 0
     _rest: int = 0
 
@@ -93,12 +95,12 @@ class Controller:
         )
         self.sizes[size] = self.sizes.get(size, 0) + 1
         self.gain += 0.25 * (gain - self.gain)
-        # What this round's draft took is spent, so its best size is verified in any case.
+        # What this round's draft took is spent, so the size that is best now is verified.
         if gain >= 1:
             self._rest = 0
         elif self.gain < 1:
             self._begin_rest(self.draft_s / cost(len(trees) + other_rows))
-        return pack_best(trees, size if size > 0 else _PROBE_NODES)
+        return pack_best(trees, size if size > 0 else self._probe())
 
     def observe(self, trees: Sequence[TokenTree], num_accepted: int, draft_s: float) -> None:
         """Learns from a round in which something was drafted."""
@@ -127,6 +129,11 @@ class Controller:
             "cost_s": list(cost.near.seconds) if cost else None,
             "pace": cost.pace if cost else None,
         }
+
+    def _probe(self) -> int:
+        """Nodes to verify where none would pay: now and then a few, to see whether that is so."""
+        self._unpaid += 1
+        return _PROBE_NODES if self._unpaid % _PROBE_EVERY == 1 else 0
 
     def _begin_rest(self, price: float) -> None:
         """Drafting does not pay now: it rests, twice as long as last time.
