@@ -9,8 +9,15 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self, get_args
 
-import torch
-
+from draftwood.arguments import (
+    Prompt,
+    device_of,
+    drafter_choice,
+    dtype_of,
+    prompt_list,
+    spread,
+    with_given,
+)
 from draftwood.config import EngineConfig
 from draftwood.draft.base import Drafter, load_drafter_class
 from draftwood.draft.foreign import ForeignDrafter, Match
@@ -33,7 +40,6 @@ from draftwood.outputs import Delta, RequestOutput, make_delta, make_output
 from draftwood.sampling import SamplingParams
 from draftwood.text import Tokenizer
 
-Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -100,11 +106,11 @@ class LLM:
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
-        drafter = _drafter_choice(drafter, draft)
+        drafter = drafter_choice(drafter, draft)
         if draft_match not in get_args(Match):
             raise ConfigError(f"draft_match is {draft_match!r}: use auto, tokens or text")
-        placement = Placement(_device(device), _dtype(dtype), quantization, max_model_len)
-        self.config = _with(
+        placement = Placement(device_of(device), dtype_of(dtype), quantization, max_model_len)
+        self.config = with_given(
             config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV"))),
             kv_memory=kv_memory,
             kv_disk=None if kv_disk is None else os.fspath(kv_disk),
@@ -232,8 +238,8 @@ class LLM:
         Returns:
             One output per prompt, in order.
         """
-        prompt_list = _prompt_list(prompts)
-        return self._run([self._encode(p) for p in prompt_list], _spread(params, prompt_list))
+        listed = prompt_list(prompts)
+        return self._run([self._encode(p) for p in listed], spread(params, listed))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
         """Answers a conversation; what was said before is not computed again."""
@@ -412,61 +418,3 @@ class LLM:
 def _more(count: int) -> int:
     """A smaller vocabulary needs more tokens for the same text."""
     return count * 5 // 4
-
-
-def _drafter_choice(drafter: str | Drafter | None, draft: str | None) -> str | Drafter:
-    if drafter is None:
-        return "auto"
-    if drafter == "model" and draft is None:
-        raise ConfigError("drafter 'model' needs a draft model: give draft=")
-    if draft is not None and drafter not in ("auto", "model"):
-        raise ConfigError(
-            f"a draft model is given but drafter is {drafter!r}: use 'auto' or 'model'"
-        )
-    return drafter
-
-
-def _with(config: EngineConfig, **given: Any) -> EngineConfig:
-    """The settings with what was given, which is what is not None."""
-    return replace(config, **{name: value for name, value in given.items() if value is not None})
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}: use cpu, cuda or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}: cpu and cuda are supported")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but this PyTorch sees no CUDA device")
-    return device
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is None or name == "auto":
-        return None
-    if name not in known:
-        raise ConfigError(f"dtype is {name!r}: use one of {', '.join(known)}")
-    return known[name]
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _spread(
-    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Prompt]
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ConfigError(f"{len(params)} params for {len(prompts)} prompts: give one or as many")
-    return list(params)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 from draftwood.llm import LLM
 from draftwood.serve.access import ApiKeys
 from draftwood.serve.app import AppSettings, make_app
+from draftwood.serve.metrics import Metrics
+from draftwood.serve.page import mount_page
 from draftwood.serve.run import Server
 from draftwood.serve.service import Service
 from draftwood.serve.worker import Worker
@@ -46,8 +45,7 @@ def make_server(
     on_ready: Callable[[], None] = lambda: None,
 ) -> Server:
     """A server for a loaded model; its engine's thread runs from here on."""
-    metrics = _part("metrics", "Metrics")
-    watcher = metrics(options.names[0]) if metrics is not None else None
+    watcher = Metrics(options.names[0])
     worker = Worker(llm, max_queue=options.max_queue, watcher=watcher)
     service = Service(llm, worker, options.names, options.timeout_s)
     settings = AppSettings(
@@ -55,16 +53,10 @@ def make_server(
         hosts=options.hosts,
         cors=options.cors,
         max_body=options.max_body,
-        render_metrics=watcher.render if watcher is not None else None,
-        extend=_part("page", "mount_page"),
+        render_metrics=watcher.render,
+        extend=mount_page,
     )
     app = make_app(service, settings)
     server = Server(app, worker, sock, drain_timeout_s=options.drain_timeout_s, on_ready=on_ready)
     worker.start(lambda: server.ask_to_stop(1))
     return server
-
-
-def _part(module: str, name: str) -> Any:
-    """A part that a server can do without: None where it is not installed."""
-    found = f"draftwood.serve.{module}"
-    return getattr(import_module(found), name) if find_spec(found) is not None else None
