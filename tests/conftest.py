@@ -39,11 +39,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what uses the real model, and skips what needs a CUDA device where there is none."""
     no_cuda = pytest.mark.skip(reason="no CUDA device")
+    not_asked = pytest.mark.skip(reason="DRAFTWOOD_LARGE_MODELS is not set")
     for item in items:
         if {"real_files", "real_llm"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.real_model)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+        asked = os.environ.get("DRAFTWOOD_LARGE_MODELS")
+        if item.get_closest_marker("large_models") and not asked:
+            item.add_marker(not_asked)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,7 +56,9 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """On CI a skipped test is a failed one, but for those that need what CI has not."""
     report = yield
-    elsewhere = item.get_closest_marker("cuda") or item.get_closest_marker("torchserve")
+    elsewhere = any(
+        item.get_closest_marker(name) for name in ("cuda", "torchserve", "large_models")
+    )
     expected = hasattr(report, "wasxfail") or elsewhere
     if report.skipped and os.environ.get("CI") and not expected:
         report.outcome = "failed"

@@ -127,10 +127,21 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
 @pytest.mark.real_model
 def test_8_bits_pass_the_quality_bar() -> None:
     """Perplexity within 1.5 % of float32 and a mean divergence of at most 0.02 nats."""
+    check_quality("smollm2-135m")
+
+
+@pytest.mark.large_models
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_8_bits_pass_the_quality_bar_on_larger_models(name: str) -> None:
+    """They take gigabytes and minutes, so they are run when they are asked for."""
+    check_quality(name)
+
+
+def check_quality(name: str) -> None:
     from draftwood.bench import quality
 
-    tested, _, _ = load.load_model("smollm2-135m", Placement(CPU, quantization="int8"))
-    reference, files, _ = load.load_model("smollm2-135m", Placement(CPU, quantization="none"))
+    tested, _, _ = load.load_model(name, Placement(CPU, quantization="int8"))
+    reference, files, _ = load.load_model(name, Placement(CPU, quantization="none"))
     from draftwood.text import Tokenizer
 
     named = quality.texts([], 20)
