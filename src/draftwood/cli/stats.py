@@ -121,7 +121,11 @@ def _quality(llm: LLM) -> list[str]:
 
 
 def _tiers(llm: LLM) -> dict[str, TierCounters]:
-    return llm.tiers.counters if llm.tiers else {}
+    """What each tier did; what is still on its way there is waited for, so that it counts."""
+    if llm.tiers is None:
+        return {}
+    llm.tiers.flush()
+    return llm.tiers.counters
 
 
 def _tier_line(name: str, counters: TierCounters) -> str:
