@@ -83,13 +83,6 @@ class _Pace:
             self._row_s += 0.3 * (own - self._row_s) if self._row_s else own
 
 
-@dataclass(slots=True)
-class _Savings:
-    """What a sequence would have gained so far if its context were in the draft's KV."""
-
-    seconds: float = 0.0
-
-
 class AutoDrafter(LookupDrafter):
     """Suffix matches and recycled candidates; a draft model rates and completes them.
 
@@ -109,7 +102,8 @@ class AutoDrafter(LookupDrafter):
         self._costs: list[float] = []
         self._num_seqs = 0
         self._growths: dict[str, RatedTree] = {}
-        self._savings: dict[str, _Savings] = {}
+        # Seconds that each sequence would have gained with its context in the draft's KV.
+        self._savings: dict[str, float] = {}
         self._clock = clock
         self._pace = _Pace()
         self._hit = 0.75
@@ -124,7 +118,7 @@ class AutoDrafter(LookupDrafter):
     def start(self, seq: DraftContext) -> None:
         """Indexes the prompt."""
         super().start(seq)
-        self._savings[seq.request_id] = _Savings()
+        self._savings[seq.request_id] = 0.0
 
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence; what was learned stays."""
@@ -225,12 +219,12 @@ class AutoDrafter(LookupDrafter):
         reading_s = self._pace.seconds(num_rows + sum(unread.values())) - price_s
         now, later = self._token_s(before, spent_s), self._token_s(after, spent_s + price_s)
         saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-_SMALL:]))
-        credit = sum(self._savings[name].seconds for name in unread)
+        credit = sum(self._savings[name] for name in unread)
         if saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s:
             return True
         # The forward alone may pay while reading the context does not yet: save up for it.
         for name in unread:
-            self._savings[name].seconds += max(saved_s, 0.0) / len(unread)
+            self._savings[name] += max(saved_s, 0.0) / len(unread)
         return False
 
     def _token_s(self, scores: Sequence[float], spent_s: float) -> float:
@@ -289,7 +283,7 @@ class AutoDrafter(LookupDrafter):
             self._forward([Work(lease, start, chunk, None, ())])
             self._pace.observe(len(chunk), self._clock() - begin)
             lease.draft_length = start + len(chunk)
-        self._savings[seq.request_id].seconds = 0.0
+        self._savings[seq.request_id] = 0.0
         return True
 
     def _work(self, seq: DraftContext, growth: RatedTree, path: Sequence[int]) -> Work:

@@ -23,7 +23,7 @@ _PROBE_NODES = 2
 _PROBE_EVERY = 8  # times that no node pays
 _MAX_REST = 64
 _REMEMBERED = 9  # rounds
-_CHEAP = 0.5  # drafting that takes this share of a forward may rest for the longest time
+_DEAR = 0.5  # drafting that takes this share of a forward may rest for the longest time
 
 
 @dataclass(slots=True)
@@ -142,6 +142,6 @@ class Controller:
             price: seconds of drafting over those of a plain forward. Cheap drafting rests for a few
                 rounds only, so that it is there when the text begins to repeat itself.
         """
-        longest = max(1, min(_MAX_REST, round(_MAX_REST * price / _CHEAP)))
+        longest = max(1, min(_MAX_REST, round(_MAX_REST * price / _DEAR)))
         self._rest = min(max(2 * self._rest, 1), longest)
         self._resting = self._rest

@@ -96,6 +96,7 @@ def _open(path: Path) -> ctypes.CDLL:
     if library.dw_abi() != _ABI:
         raise _BuildError(f"{path} is of another version: delete it")
     library.dw_isa.restype = ctypes.c_char_p
+    library.dw_log_sum.restype = ctypes.c_double
     return library
 
 

@@ -229,9 +229,9 @@ def log_sum_exp(x: Tensor, temperature: float, top: float) -> float:
     """log(sum(exp(x / temperature))) of a [V] row whose largest value is `top`."""
     assert (x.dtype, x.device.type) == (torch.float32, "cpu")
     assert x.is_contiguous()
-    function = library().dw_log_sum
-    function.restype = ctypes.c_double
-    result = function(pointer(x), int64(len(x)), ctypes.c_float(temperature), ctypes.c_float(top))
+    result = library().dw_log_sum(
+        pointer(x), int64(len(x)), ctypes.c_float(temperature), ctypes.c_float(top)
+    )
     return float(result)
 
 
