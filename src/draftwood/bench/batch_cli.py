@@ -8,13 +8,11 @@ from typing import Annotated
 
 import typer
 
-_Model = Annotated[
-    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
-]
+from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 
 
 def batch(
-    model: _Model,
+    model: Model,
     draft: Annotated[str | None, typer.Option(help="A smaller model to draft with.")] = None,
     drafter: Annotated[str, typer.Option(help="Who drafts.")] = "auto",
     concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,8",
@@ -28,16 +26,11 @@ def batch(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.", min=2)] = 64,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure several requests at once: total tokens/s, plain and speculative, taking turns."""

@@ -17,6 +17,7 @@ from draftwood.bench.check_cli import check
 from draftwood.bench.diff_cli import diff
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.mlperf_cli import mlperf
+from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.report_cli import report
 from draftwood.bench.serve_cli import serve
@@ -32,18 +33,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure speed on this machine.", no_args_is_help=True, rich_markup_mode="rich"
 )
-
-Model = Annotated[
-    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="one for each core")]
-Quantization = Annotated[
-    str | None,
-    typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
-]
-Out = Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")]
 
 
 def _example(arguments: str) -> str:

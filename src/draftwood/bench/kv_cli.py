@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
+from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 from draftwood.errors import ConfigError
-
-_Model = Annotated[
-    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
-]
 
 
 def kv(
-    model: _Model,
+    model: Model,
     tokens: Annotated[int, typer.Option(help="Length of the prefix.", min=1)] = 2000,
     repeats: Annotated[int, typer.Option(help="Measurements of each.", min=1)] = 3,
     disk: Annotated[
@@ -28,16 +25,11 @@ def kv(
             help="URL of a Redis server.", show_default="start redis-server, if installed"
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8 or none.", show_default="int8 for large models on a CPU"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
 ) -> None:
     """Measure the time to the first token of a prefix: computed, from RAM, disk and Redis.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.options import Device, Dtype, Model, Quantization, Threads
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,13 +22,9 @@ if TYPE_CHECKING:
     from draftwood.llm import LLM
     from draftwood.sampling import SamplingParams
 
-_Model = Annotated[
-    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
-]
-
 
 def mlperf(
-    model: _Model,
+    model: Model,
     out: Annotated[Path, typer.Option(help="A folder for LoadGen's logs and record.jsonl.")] = Path(
         "mlperf"
     ),
@@ -65,15 +62,10 @@ def mlperf(
     user_conf: Annotated[
         Path | None, typer.Option(help="A user.conf in the place of these lengths.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
-    ] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run MLPerf Inference's LoadGen over the engine, plain and speculative.

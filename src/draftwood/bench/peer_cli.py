@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.options import Model, Out
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,10 +50,7 @@ class _Others:
 
 
 def peers(
-    model: Annotated[
-        str,
-        typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False),
-    ],
+    model: Model,
     draft: Annotated[str | None, typer.Option(help="A smaller model to draft with.")] = None,
     drafters: Annotated[
         str | None, typer.Option(help="Comma-separated.", show_default="auto; model with --draft")
@@ -92,7 +90,7 @@ def peers(
     limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.", min=1)] = 128,
     threads: _Threads = None,
-    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure other programs beside this one: llama.cpp, transformers, OpenVINO GenAI.

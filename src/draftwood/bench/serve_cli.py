@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from draftwood.bench.options import Out
 from draftwood.errors import ConfigError
 
 _Target = Annotated[
@@ -52,7 +53,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write JSON lines to this file.")] = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
 ) -> None:
     """Measure a server under load: first token, time between tokens, tokens a second.

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.bench.options import Device, Dtype, Model, Quantization, Threads
+
 if TYPE_CHECKING:
     from draftwood.bench.compare import Comparison, Skip
     from draftwood.bench.data import BenchPrompt
     from draftwood.bench.records import RunRecord, Writer
     from draftwood.bench.resume import Left
 
-_Model = Annotated[
-    str, typer.Argument(help="Packaged alias, hub id, folder or .gguf file.", show_default=False)
-]
-
 
 def spec(
-    model: _Model,
+    model: Model,
     data: Annotated[
         Path, typer.Option(help="Spec-Bench's question.jsonl, or a part.", show_default=False)
     ],
@@ -38,15 +36,10 @@ def spec(
     ] = 1024,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the noise, when sampled.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8, int4 or none.", show_default="int8 for large models on a CPU"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default="one for each core")
-    ] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Write JSON lines to this file; go on from what it holds.")
     ] = None,
