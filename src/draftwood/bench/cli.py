@@ -16,6 +16,7 @@ from draftwood.bench.batch_cli import batch
 from draftwood.bench.check_cli import check
 from draftwood.bench.diff_cli import diff
 from draftwood.bench.kv_cli import kv
+from draftwood.bench.lossless_cli import lossless
 from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 from draftwood.bench.peer_cli import peers
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from draftwood.bench.compare import Comparison, Skip, Watch
     from draftwood.bench.data import BenchPrompt
     from draftwood.bench.records import Writer
+    from draftwood.config import EngineConfig
     from draftwood.llm import LLM
 
 app = typer.Typer(
@@ -207,6 +209,7 @@ def quality(
 
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
+app.command(epilog=_example("lossless smollm2-135m --limit 6 --out texts.jsonl"))(lossless)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
@@ -259,6 +262,7 @@ def _load(
     dtype: str | None = None,
     device: str | None = None,
     quantization: str | None = None,
+    config: EngineConfig | None = None,
 ) -> LLM:
     from draftwood.llm import LLM
     from draftwood.models.progress import shown_progress
@@ -271,6 +275,7 @@ def _load(
             dtype=dtype,
             device=device,
             quantization=quantization,
+            config=config,
             progress=progress,
         )
 

@@ -15,6 +15,7 @@ from draftwood.cache import human_bytes
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
+    from draftwood.bench.lossless import DifferenceRate
     from draftwood.bench.serve import LoadPoint
 
 _WIDTH = 118
@@ -187,6 +188,26 @@ def batch_table(lines: Sequence[BatchSummary]) -> RenderableType:
             f"{line.num_identical} of {line.num_texts}",
         )
     return titled("Requests at once: total tokens/s, prompts included (medians)", table)
+
+
+def lossless_table(lines: Sequence[DifferenceRate]) -> RenderableType:
+    """By drafter and temperature: how many texts are not those of plain decoding."""
+    table = Table()
+    table.add_column("drafter")
+    for column in ("temperature", "texts", "tokens", "drafted", "accepted", "different", "rate <"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            line.drafter,
+            f"{line.temperature:g}",
+            str(line.num_texts),
+            str(line.num_tokens),
+            str(line.num_draft_tokens),
+            str(line.num_accepted_tokens),
+            str(line.num_different),
+            f"{line.rate_below:.2%}",
+        )
+    return titled("Texts that are not those of plain decoding (rate: 95 % upper bound)", table)
 
 
 def kv_table(points: Sequence[KVPoint]) -> RenderableType:
