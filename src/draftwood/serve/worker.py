@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -213,18 +214,33 @@ class Worker:
             )
             for i in range(1, params.n)
         ]
+        for seq in (first, *others):
+            seq.priority = one.priority
         return [first, *others]
 
     def _admit(self) -> None:
-        busy = sum(not seq.finished for one in self._running for seq in one.seqs)
-        while self._waiting and busy < self._llm.config.max_num_seqs:
-            one = self._waiting.pop()
-            for seq in one.seqs:
-                self._llm.engine.submit(seq)
-            if one.wants_rounds:
-                self._rounds.watch(one)
-            self._running.append(one)
-            busy += len(one.seqs)
+        """Gives the engine what it may run, and what is more urgent than some that it runs.
+
+        The engine puts those back for it; who is as urgent or more has a place it cannot take.
+        """
+        while self._waiting:
+            active = [
+                (one.priority, one.client)
+                for one in self._running
+                for seq in one.seqs
+                if not seq.finished
+            ]
+            kept = sum(priority <= self._waiting.priority for priority, _ in active)
+            if kept >= self._llm.config.max_num_seqs:
+                return
+            self._begin_one(self._waiting.pop(Counter(client for _, client in active)))
+
+    def _begin_one(self, one: Generation) -> None:
+        for seq in one.seqs:
+            self._llm.engine.submit(seq)
+        if one.wants_rounds:
+            self._rounds.watch(one)
+        self._running.append(one)
 
     def _expire(self) -> None:
         now = monotonic()
