@@ -133,7 +133,7 @@ def serve(
     It listens on this machine only, unless --host says otherwise; then set an --api-key. SIGTERM
     lets running requests end.
     """
-    _need_extra()
+    need_extra()
     model_options = opt.ModelOptions(
         model=model,
         draft=draft,
@@ -182,7 +182,12 @@ def serve(
     raise typer.Exit(code)
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """Makes sure that what a server needs is installed.
+
+    Raises:
+        MissingExtraError: it is not; the message says how to install it.
+    """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         try:
             import_module(package)

@@ -11,10 +11,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.observers import Observer
@@ -28,6 +29,7 @@ from draftwood.serve.rounds import RoundRecorder
 from draftwood.serve.waiting import WaitingQueue
 
 _log = logging.getLogger("draftwood.serve")
+_T = TypeVar("_T")
 
 
 class Watcher(Observer, Protocol):
@@ -124,6 +126,19 @@ class Worker:
     def fail_all(self, error: ApiError) -> None:
         """Ends everything that waits or runs."""
         self._posted.put(lambda: self._fail_all(error))
+
+    def call(self, work: Callable[[], _T]) -> Future[_T]:
+        """Runs something on the engine's thread, between two rounds; for what is not a request."""
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._posted.put(run)
+        return future
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends everything and the thread; from another thread."""
