@@ -92,7 +92,7 @@ def test_http_is_compared_with_the_engine_in_process(make_llm: Callable[..., LLM
         assert min(pair.process_s, pair.http_s, pair.process_cpu_s, pair.http_cpu_s) > 0
     assert (overhead.num_pairs, overhead.num_same_texts) == (4, 4)
     assert overhead.ratio > 1  # a tiny model's rounds are short: HTTP shows
-    assert [observer for observer in llm.engine.observers] == []
+    assert not llm.engine.observers
 
 
 def test_overhead_is_a_matter_of_ratios() -> None:

@@ -122,9 +122,9 @@ def _load(
             prompts,
             plan,
             lambda record: writer.write(record.to_json()),
-            plain and Target.of(plain, api_key),
+            None if plain is None else Target.of(plain, api_key),
         )
-        lines = [one.to_json() for one in (*load.points, *load.ratios)]
+        lines = [*(one.to_json() for one in load.points), *(one.to_json() for one in load.ratios)]
         for line in lines:
             writer.write(line)
     if as_json:

@@ -1,9 +1,9 @@
 """What serving over HTTP costs: the same texts from one engine, in process and over HTTP.
 
-One request at a time, the two ways in turns, decoded plainly: a round is then as short as it can be,
-and what HTTP adds to each is the largest share. A single `LLM` does both, in this process, as two
-copies of a model in memory are rarely equally fast, and both ways run on the engine's thread. The
-client is a process of its own; where it shares the processors with the engine, what it takes counts.
+One request at a time, the two ways in turns, decoded plainly: a round is then as short as it can
+be, and what HTTP adds to each is the largest share. A single `LLM` does both, in this process, on
+its engine's thread, as two copies of a model in memory are rarely equally fast. The client is a
+process of its own; where it shares the processors with the engine, what it takes counts.
 """
 
 from __future__ import annotations
