@@ -254,8 +254,8 @@ class AutoDrafter(LookupDrafter):
     def _num_left(self, seq: DraftContext) -> float:
         """Tokens that a text is expected to go on for.
 
-        As long as texts usually have, or as long as it is already: what has gone on for long goes on
-        for long. At most as long as it may.
+        As long as texts usually are, or as long as it is already: what has gone on for long goes
+        on for long. At most as long as it may.
         """
         length = len(seq.tokens) - seq.num_prompt_tokens
         most = math.inf if seq.params.max_tokens is None else seq.params.max_tokens
