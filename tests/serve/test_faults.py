@@ -166,7 +166,7 @@ def test_who_is_more_urgent_goes_first(slow: Live) -> None:
         ended.append(name)
 
     threads = []
-    for place, (name, priority) in enumerate((("later", 1), ("sooner", -1)), start=1):
+    for place, (name, priority) in enumerate((("later", 2), ("sooner", 1)), start=1):
         threads.append(threading.Thread(target=ask, args=(name, priority)))
         threads[-1].start()
         assert wait_until(lambda place=place: slow.worker.queue_length == place)  # type: ignore[misc]
@@ -175,6 +175,23 @@ def test_who_is_more_urgent_goes_first(slow: Live) -> None:
         thread.join(20)
     running[1].close()
     assert ended == ["sooner", "later"]
+    slow.assert_idle()
+
+
+def test_who_is_more_urgent_takes_a_place_and_changes_no_text(slow: Live) -> None:
+    """Two long texts run; one is put back for a short one, and then goes on where it was."""
+    body = LONG | {"max_tokens": 60, "temperature": 1, "seed": 4}
+    alone = slow.ask("POST", "/v1/completions", body).json["choices"][0]["text"]
+    before = slow.llm.engine.num_preemptions
+    with ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(slow.ask, "POST", "/v1/completions", body) for _ in range(2)]
+        assert wait_until(lambda: len(slow.llm.engine.unfinished) == 2)
+        urgent = body | {"max_tokens": 2, "priority": -1}
+        assert slow.ask("POST", "/v1/completions", urgent).status == 200
+        assert not any(one.done() for one in long)
+        assert slow.llm.engine.num_preemptions > before
+        texts = [one.result().json["choices"][0]["text"] for one in long]
+    assert texts == [alone, alone]
     slow.assert_idle()
 
 

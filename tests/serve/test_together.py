@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,8 +41,8 @@ def _requests(count: int) -> list[dict[str, Any]]:
             {"stop": ["e", "ab"]},
             {"logprobs": 2},
             {"cache_salt": "tenant"},
-            {"priority": 1},
         ]
+        body["priority"] = chance.randrange(-2, 3)
         requests.append(body | chance.choice(more))
     return requests
 
@@ -48,6 +51,18 @@ def _texts(live: Live, body: dict[str, Any]) -> list[tuple[str, str]]:
     reply = live.ask("POST", "/v1/completions", body)
     assert reply.status == 200, reply
     return [(choice["text"], choice["finish_reason"]) for choice in reply.json["choices"]]
+
+
+def _hang_up(live: Live, body: dict[str, Any], seconds: float) -> None:
+    """Asks, and is gone after so many seconds, in whatever phase that is."""
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(live.address) as sock:
+        sock.sendall(head.encode() + content)
+        time.sleep(seconds)
 
 
 def test_each_of_32_gets_the_text_it_gets_alone(make_llm: Callable[..., LLM]) -> None:
@@ -60,12 +75,16 @@ def test_each_of_32_gets_the_text_it_gets_alone(make_llm: Callable[..., LLM]) ->
         stop, start = threading.Event(), threading.Barrier(40)
 
         def vanish(place: int) -> None:
-            """A client that never reads what it asked for."""
+            """A client that never reads what it asked for: its time is up, or it hangs up."""
             start.wait()
             chance = random.Random(place)
             while not stop.is_set():
-                body = chance.choice(requests) | {"timeout": chance.random() * 0.2 + 0.01}
-                live.ask("POST", "/v1/completions", body)
+                body = chance.choice(requests) | {"stream": chance.random() < 0.5}
+                seconds = chance.random() * 0.2 + 0.01
+                if place % 2:
+                    live.ask("POST", "/v1/completions", body | {"timeout": seconds})
+                else:
+                    _hang_up(live, body, seconds)
 
         def ask(body: dict[str, Any]) -> list[tuple[str, str]]:
             start.wait()
@@ -79,6 +98,7 @@ def test_each_of_32_gets_the_text_it_gets_alone(make_llm: Callable[..., LLM]) ->
                 one.result()
         live.assert_idle()
     assert together == alone
+    assert llm.engine.num_preemptions > 32  # both for memory and for priority, all the time
     assert len({text for texts in alone for text, _ in texts}) > 25
 
 

@@ -21,6 +21,16 @@ def test_clients_take_turns() -> None:
     assert [queue.pop().id for _ in range(5)] == ["a1", "b1", "c1", "a2", "a3"]
 
 
+def test_a_place_is_for_who_has_fewest() -> None:
+    queue = WaitingQueue()
+    for name, client in [("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b"), ("c1", "c")]:
+        queue.push(_one(name, client))
+    assert queue.pop({"a": 3, "b": 1, "c": 2}).id == "b1"
+    assert queue.pop({"a": 3, "b": 2, "c": 2}).id == "c1"
+    assert queue.pop({"a": 3, "b": 2, "c": 3}).id == "b2"
+    assert queue.pop({"a": 3, "b": 3, "c": 3}).id == "a1"
+
+
 def test_a_lower_number_goes_first() -> None:
     queue = WaitingQueue()
     for name, priority in [("late", 5), ("first", -1), ("middle", 0), ("second", -1)]:

@@ -30,6 +30,26 @@ def test_a_slower_machine_moves_the_pace_not_the_shape() -> None:
     assert model.at(0)(4) / model.at(0)(1) == pytest.approx(2.0, rel=0.05)
 
 
+def test_a_slower_machine_makes_no_single_size_dear() -> None:
+    """Where load is steady one size is all that is seen: the others are as much slower."""
+    model = CostModel(NEAR, NEAR, 0)
+    for _ in range(200):
+        model.observe(1, 0, 3 * NEAR(1))
+        assert model.at(0)(4) / model.at(0)(1) == pytest.approx(2.0, rel=0.02)
+    assert model.at(0)(4) == pytest.approx(6.0, rel=0.05)
+
+
+def test_what_was_learned_of_a_size_is_kept_while_another_runs() -> None:
+    model = CostModel(NEAR, NEAR, 0)
+    for _ in range(200):
+        model.observe(1, 0, 1.0)
+        model.observe(4, 0, 4.0)
+    assert model.at(0)(4) / model.at(0)(1) == pytest.approx(4.0, rel=0.1)
+    for _ in range(500):
+        model.observe(1, 0, 1.0)
+    assert model.at(0)(4) / model.at(0)(1) == pytest.approx(4.0, rel=0.1)
+
+
 def test_one_wrong_reading_is_corrected() -> None:
     """A size measured while another program ran would be shunned for ever."""
     model = CostModel(CostTable((1, 2, 4), (1.0, 1.9, 2.0)), NEAR, 0)

@@ -166,6 +166,17 @@ def test_tree_size_weighs_gain_against_cost() -> None:
     assert best_size([tree], CostTable((1, 11), (1.0, 3.0)), trust=0.1)[0] == 0
 
 
+def test_a_long_prompt_in_the_same_forward_is_no_reason_to_draft() -> None:
+    """Its rows make the round long; a token saved is one of another, shorter round."""
+    tree = TokenTree.chain(range(9), decay=0.5)
+    linear = CostTable((1, 1000), (1.0, 1000.0))
+    assert best_size([tree], linear, other_rows=500) == (0, 1.0)
+    # A guess at .5 saves half of a plain round: it may take as long, prompt or not.
+    flat = CostTable((1, 1000), (1.0, 1.0 + 0.2 * 999))
+    size, gain = best_size([tree], flat)
+    assert best_size([tree], flat, other_rows=500) == (size, pytest.approx(gain))
+
+
 def test_the_time_of_drafting_can_make_it_a_loss() -> None:
     """A draft model of 0.11 s beside a forward of 0.025 s kept drafting, at a third of the speed.
 

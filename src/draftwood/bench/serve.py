@@ -2,7 +2,9 @@
 
 So many clients ask at a time, each for its next text when it has the last one. With and without
 speculation take turns in short blocks, so that a machine that gets slower meanwhile slows both.
-Every prompt begins with a number of its own: no text was seen before, by a cache or by a drafter.
+Every prompt begins with a number of its own, so that no cache has its KV. A server without
+speculation beside it gets the same texts; one that serves both modes is asked for others, as its
+drafter would know them. With fewer prompts than texts, a drafter meets nearly the same text again.
 """
 
 from __future__ import annotations
@@ -11,11 +13,7 @@ import asyncio
 import itertools
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -24,8 +22,6 @@ from draftwood.bench.data import BenchPrompt
 from draftwood.bench.sse import Target, Timed, ask
 from draftwood.errors import ConfigError
 
-_READY = " at http"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
@@ -33,7 +29,7 @@ class LoadPlan:
 
     Attributes:
         concurrency: how many clients, for one measurement each.
-        num_requests: texts in a block; at least one for each client.
+        num_requests: texts in a block; at least two for each client.
         num_blocks: blocks of each mode, in turns.
         max_tokens: of each text, whatever the model would say.
         temperature: of sampling.
@@ -116,38 +112,38 @@ class LoadPoint:
         return {"type": "load", **asdict(self)}
 
 
-@contextmanager
-def served(model: str, options: Sequence[str]) -> Iterator[str]:
-    """Starts `draftwood serve` in a process of its own; the URL. Ends it afterwards.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRatio:
+    """One `load_ratio` line: what speculation is worth at a number of clients.
 
-    Raises:
-        ConfigError: it did not start; the message is its own.
+    Attributes:
+        concurrency: how many clients.
+        ratio: total tokens/s with speculation over those without; the median over pairs of blocks.
+        worst: the smallest of them.
+        num_pairs: how many.
     """
-    command = [sys.executable, "-m", "draftwood.cli", "serve", model, "--port", "0", *options]
-    with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert child.stdout is not None
-            line = child.stdout.readline()
-            if _READY not in line:
-                child.wait()
-                log.seek(0)
-                last = (log.read().strip().splitlines() or ["the server did not start"])[-1]
-                raise ConfigError(last.removeprefix("error: "))
-            yield "http" + line.strip().partition(_READY)[2]
-        finally:
-            _end(child)
+
+    concurrency: int
+    ratio: float
+    worst: float
+    num_pairs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The line's fields."""
+        return {"type": "load_ratio", **asdict(self)}
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    child.terminate()
-    try:
-        child.wait(60)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    assert child.stdout is not None
-    child.stdout.close()
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What was measured.
+
+    Attributes:
+        points: one for each number of clients and mode.
+        ratios: one for each number of clients; none where modes are not compared.
+    """
+
+    points: list[LoadPoint]
+    ratios: list[LoadRatio]
 
 
 def measure(
@@ -155,13 +151,22 @@ def measure(
     prompts: Sequence[BenchPrompt],
     plan: LoadPlan,
     on_record: Callable[[LoadRecord], None] = lambda record: None,
-) -> list[LoadPoint]:
-    """Loads a server by a plan; a point for each number of clients and mode.
+    plain: Target | None = None,
+) -> Load:
+    """Loads a server by a plan.
+
+    Args:
+        target: the server.
+        prompts: taken in turns.
+        plan: how.
+        on_record: told of every text.
+        plain: a server without speculation, which then gets what is asked without; None asks the
+            same server, by a field of the request.
 
     Raises:
         ConfigError: nothing answers there, or the server refuses the very first request.
     """
-    return asyncio.run(_Loader(target, prompts, plan, on_record).run())
+    return asyncio.run(_Loader(target, prompts, plan, on_record, plain).run())
 
 
 class _Loader:
@@ -173,65 +178,84 @@ class _Loader:
         prompts: Sequence[BenchPrompt],
         plan: LoadPlan,
         on_record: Callable[[LoadRecord], None],
+        plain: Target | None,
     ) -> None:
         self._target = target
-        self._prompts = itertools.cycle(prompts)
+        self._plain = plain
+        self._prompts = prompts
         self._plan = plan
         self._on_record = on_record
-        self._numbers = itertools.count(1)
+        self._next = 0  # number of the next prompt; its text is `_prompts[number % len]`
 
-    async def run(self) -> list[LoadPoint]:
+    async def run(self) -> Load:
         """All blocks, one after the other."""
         await self._try()
-        points = []
+        points, ratios = [], []
         for clients in self._plan.concurrency:
             speeds: dict[bool | None, list[float]] = {mode: [] for mode in self._plan.modes}
             records: dict[bool | None, list[LoadRecord]] = {mode: [] for mode in self._plan.modes}
             for block in range(self._plan.num_blocks):
+                numbers = self._take(clients)
                 # Each mode comes first every other time.
-                for mode in self._plan.modes[:: 1 if block % 2 == 0 else -1]:
+                for turn, mode in enumerate(self._plan.modes[:: 1 if block % 2 == 0 else -1]):
+                    if turn and self._plain is None:
+                        numbers = self._take(clients)
                     begin = perf_counter()
-                    done = await self._block(clients, mode, block)
+                    done = await self._block(clients, mode, block, numbers)
                     tokens = sum(record.num_tokens for record in done)
                     speeds[mode].append(tokens / (perf_counter() - begin))
                     records[mode] += done
             points += [
                 _point(clients, mode, speeds[mode], records[mode]) for mode in self._plan.modes
             ]
-        return points
+            if self._plan.compare:
+                ratios.append(_ratio(clients, speeds[True], speeds[False]))
+        return Load(points, ratios)
+
+    def _take(self, clients: int) -> range:
+        """Numbers of the texts of a block."""
+        first, self._next = self._next, self._next + max(self._plan.num_requests, 2 * clients)
+        return range(first, self._next)
 
     async def _try(self) -> None:
-        """One text, to see that the server gives any and to have it warm."""
-        record = await self._one(1, self._plan.modes[0], -1)
-        if record.error is not None:
-            raise ConfigError(f"the server gave no text: {record.error}")
+        """A text of each mode, to see that there is any and to have all of it warm."""
+        for mode in self._plan.modes:
+            record = await self._one(1, mode, -1, self._next)
+            self._next += 1
+            if record.error is not None:
+                raise ConfigError(f"the server gave no text: {record.error}")
 
-    async def _block(self, clients: int, mode: bool | None, block: int) -> list[LoadRecord]:
+    async def _block(
+        self, clients: int, mode: bool | None, block: int, numbers: Sequence[int]
+    ) -> list[LoadRecord]:
         """A block's texts; a client asks for its next one when it has the last."""
-        left = iter(range(max(self._plan.num_requests, clients)))
+        left = iter(numbers)
         records: list[LoadRecord] = []
 
         async def client() -> None:
-            for _ in left:
-                records.append(await self._one(clients, mode, block))
+            for number in left:
+                records.append(await self._one(clients, mode, block, number))
                 self._on_record(records[-1])
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return records
 
-    async def _one(self, clients: int, mode: bool | None, block: int) -> LoadRecord:
-        path, body = self._request(mode)
+    async def _one(self, clients: int, mode: bool | None, block: int, number: int) -> LoadRecord:
+        target = self._target
+        if mode is False and self._plain is not None:
+            target = self._plain
+        path, body = self._request(None if self._plain else mode, number)
         known: dict[str, Any] = {"concurrency": clients, "speculation": mode, "block": block}
         try:
-            answer = await ask(self._target, "POST", path, body)
+            answer = await ask(target, "POST", path, body)
             if answer.status != 200:
                 return LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}")
             return LoadRecord(**known, **_times(answer))
         except (OSError, EOFError, ValueError, LookupError) as error:
             return LoadRecord(**known, error=f"{type(error).__name__}: {error}")
 
-    def _request(self, mode: bool | None) -> tuple[str, dict[str, Any]]:
-        prompt, number = next(self._prompts), next(self._numbers)
+    def _request(self, mode: bool | None, number: int) -> tuple[str, dict[str, Any]]:
+        prompt = self._prompts[number % len(self._prompts)]
         text = f"[{number}] {prompt.turns[0]}"
         body: dict[str, Any] = {
             "max_tokens": self._plan.max_tokens,
@@ -311,11 +335,11 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ranked[max(math.ceil(len(ranked) * percent / 100) - 1, 0)]
 
 
-def ratios(points: Sequence[LoadPoint]) -> dict[int, float]:
-    """By number of clients: tokens/s with speculation over those without, where both are known."""
-    speeds = {(point.concurrency, point.speculation): point.tokens_per_s for point in points}
-    return {
-        clients: speeds[clients, True] / speeds[clients, False]
-        for clients, mode in speeds
-        if mode is True and speeds.get((clients, False))
-    }
+def _ratio(clients: int, on: Sequence[float], off: Sequence[float]) -> LoadRatio:
+    pairs = [a / b if b else math.nan for a, b in zip(on, off, strict=True)]
+    return LoadRatio(
+        concurrency=clients,
+        ratio=statistics.median(pairs),
+        worst=min(pairs),
+        num_pairs=len(pairs),
+    )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
     from draftwood.bench.lossless import DifferenceRate
-    from draftwood.bench.serve import LoadPoint
+    from draftwood.bench.serve import Load, LoadPoint
+    from draftwood.bench.serve_overhead import Overhead
 
 _WIDTH = 118
 _BUSY = 0.1
@@ -233,29 +234,43 @@ def kv_table(points: Sequence[KVPoint]) -> RenderableType:
     return titled(f"Time to the first token of {num_tokens} tokens", table)
 
 
-def load_table(points: Sequence[LoadPoint]) -> RenderableType:
+def load_table(load: Load) -> RenderableType:
     """Speeds and waits by number of clients, with and without speculation."""
-    from draftwood.bench.serve import ratios
-
     table = Table()
     table.add_column("clients", justify="right")
     table.add_column("speculation")
-    columns = ("tokens/s", "x plain", "first ms", "p99", "chunk ms", "p99", "token ms", "p99")
-    for column in (*columns, "a round", "failed"):
+    columns = ("tokens/s", "x plain", "worst", "first ms", "p99", "chunk ms", "p99", "token ms")
+    for column in (*columns, "p99", "a round", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
-    gains = ratios(points)
-    for point in points:
-        gain = gains.get(point.concurrency) if point.speculation else None
+    ratios = {one.concurrency: one for one in load.ratios}
+    for point in load.points:
+        ratio = ratios.get(point.concurrency) if point.speculation else None
         table.add_row(
             str(point.concurrency),
             {True: "on", False: "off", None: ""}[point.speculation],
             f"{point.tokens_per_s:.1f}",
-            "" if gain is None else f"{gain:.2f}",
+            "" if ratio is None else f"{ratio.ratio:.2f}",
+            "" if ratio is None else f"{ratio.worst:.2f}",
             *(_milliseconds(value) for value in _waits(point)),
-            "" if point.acceptance_length is None else f"{point.acceptance_length:.2f}",
+            _number(point.acceptance_length, 2),
             str(point.num_failed),
         )
     return titled("Load: medians and 99th percentiles", table)
+
+
+def overhead_table(overhead: Overhead) -> RenderableType:
+    """What HTTP adds to the engine in process."""
+    table = Table()
+    table.add_column("")
+    for column in ("in process", "over HTTP", "more"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, ours, theirs, ratio in (
+        ("ms a token", overhead.process_s, overhead.http_s, overhead.ratio),
+        ("CPU ms a token", overhead.process_cpu_s, overhead.http_cpu_s, overhead.cpu_ratio),
+    ):
+        more = f"{100 * (ratio - 1):+.1f}%"
+        table.add_row(name, f"{1000 * ours:.2f}", f"{1000 * theirs:.2f}", more)
+    return titled("One request at a time (medians)", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:

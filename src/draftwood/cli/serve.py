@@ -63,6 +63,16 @@ AllowedHost = Annotated[
 LogFormat = Annotated[
     Literal["text", "json"], typer.Option(help="Of log lines.", rich_help_panel=_SERVER)
 ]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Send traces to this OpenTelemetry collector, http://host:4318. Default: what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says; none sends none.",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxNumSeqs = Annotated[
     int, typer.Option(min=1, help="Most texts generated at once.", rich_help_panel=_LIMITS)
 ]
@@ -110,6 +120,7 @@ def serve(
     cors: Cors = None,
     allowed_host: AllowedHost = None,
     log_format: LogFormat = "text",
+    otlp_endpoint: OtlpEndpoint = None,
     max_num_seqs: MaxNumSeqs = 16,
     max_batch_tokens: MaxBatchTokens = 512,
     max_queue: MaxQueue = 128,
@@ -133,7 +144,7 @@ def serve(
     It listens on this machine only, unless --host says otherwise; then set an --api-key. SIGTERM
     lets running requests end.
     """
-    _need_extra()
+    need_extra()
     model_options = opt.ModelOptions(
         model=model,
         draft=draft,
@@ -154,10 +165,13 @@ def serve(
     from draftwood.serve.logs import set_up_logging
     from draftwood.serve.run import bind, url_of
     from draftwood.serve.start import ServeOptions, make_server
+    from draftwood.serve.tracing import otlp_tracing, wanted
 
     _check_seconds("request-timeout", request_timeout)
+    names = tuple(served_model_name or [_name(model)])
+    tracing = otlp_tracing(otlp_endpoint, names[0]) if wanted(otlp_endpoint) else None
     options = ServeOptions(
-        names=tuple(served_model_name or [_name(model)]),
+        names=names,
         keys=ApiKeys(api_key or os.environ.get(_KEYS, "").split()),
         hosts=allowed_hosts(host, allowed_host or ()),
         cors=tuple(cors or ()),
@@ -165,6 +179,7 @@ def serve(
         max_queue=max_queue,
         timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
+        tracing=tracing,
     )
     sock = bind(host, port)
     with sock:
@@ -179,10 +194,17 @@ def serve(
         server = make_server(llm, options, sock, ready)
         with llm:
             code = server.run()
+        if tracing is not None:
+            tracing.close()
     raise typer.Exit(code)
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """Makes sure that what a server needs is installed.
+
+    Raises:
+        MissingExtraError: it is not; the message says how to install it.
+    """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         try:
             import_module(package)

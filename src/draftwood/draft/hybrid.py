@@ -8,11 +8,13 @@ expected tokens is worth its time (the depth rule of OPT-Tree, arXiv 2406.17276,
 
 The draft's KV lies in its own plane under the same block table as the target's. Reading a long
 prompt into it is an investment: it is made once the rounds that went without it would have paid
-for a part of it, as one rents skis for a few days before buying.
+for a part of it, as one rents skis for a few days before buying, and if the text is expected to go
+on for long enough to pay for all of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -62,12 +64,17 @@ class DraftSource:
         return self.model.forward(batch, self.pool.draft)[:, : self.num_tokens]
 
 
+_Pair = tuple[DraftContext, RatedTree]
+_Asked = tuple[DraftContext, RatedTree, list[int]]  # and the nodes to be asked about
+
+
 class _Pace:
     """What a draft forward costs, learned from those that ran: a base and so much a row."""
 
     def __init__(self) -> None:
         self._step_s = 0.0
         self._row_s = 0.0
+        self.known = False  # whether any forward has run
 
     def seconds(self, num_rows: int) -> float:
         """Of a forward of so many rows; 0 before the first."""
@@ -75,6 +82,7 @@ class _Pace:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learns from one forward; one that took far longer than usual counts little."""
+        self.known = True
         if num_rows <= _SMALL:
             known = self._step_s
             self._step_s += 0.2 * (min(seconds, 3 * known) - known) if known else seconds
@@ -109,6 +117,7 @@ class AutoDrafter(LookupDrafter):
         self._hit = 0.75
         self._target_s = 0.0  # a round without drafting
         self._unasked_rounds = 0
+        self._usual = math.inf  # tokens of a text, as a moving average of those that ended
         self._began = self._drafted = 0.0
 
     def prices(self, seconds: Callable[[int, float], float]) -> None:
@@ -125,6 +134,10 @@ class AutoDrafter(LookupDrafter):
         super().stop(seq)
         self._savings.pop(seq.request_id, None)
         self._growths.pop(seq.request_id, None)
+        length = len(seq.tokens) - seq.num_prompt_tokens
+        if length:
+            known = self._usual
+            self._usual = length if math.isinf(known) else known + 0.1 * (length - known)
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Cheap trees, then as many forwards of the draft model as pay."""
@@ -175,41 +188,39 @@ class AutoDrafter(LookupDrafter):
             if outcome.tree.parents[node] in accepted and source.startswith("model:0."):
                 self._hit += 0.02 * ((node in accepted) - self._hit)
 
-    def _choose(
-        self, pairs: Sequence[tuple[DraftContext, RatedTree]], probe: bool
-    ) -> list[tuple[DraftContext, RatedTree, list[int]]]:
+    def _choose(self, pairs: Sequence[_Pair], probe: bool) -> list[_Asked]:
         """The sequences to ask the model for in one forward, and where; none if it does not pay."""
         hit = max(self._hit, 0.05)
         places = [growth.best_place(hit) for _, growth in pairs]
         most = max((gain for gain, _ in places), default=0.0)
         if most <= 0:
             return []
-        asked: list[tuple[DraftContext, RatedTree, list[int]]] = []
-        after: list[float] = []
+        asked: list[_Asked] = []
         for (seq, growth), (gain, place) in zip(pairs, places, strict=True):
             path = growth.unasked_path(place)
             fits = len(growth.order) + len(path) <= _MAX_ROWS
             within = len(seq.tokens) + growth.depth(place) <= self._max_length
             if gain >= most / 4 and fits and within:
                 asked.append((seq, growth, path))
-                after += growth.scores_if_asked(path, hit)
-            else:
-                after += growth.scores()
-        before = [score for _, growth in pairs for score in growth.scores()]
-        return asked if probe or self._pays(asked, before, after) else []
+        if not self._pace.known:
+            asked = asked[:1]  # reading the prompts of all may be dear: one tells
+        if self._pays(pairs, asked):
+            return asked
+        # Those whose context is still to be read must not keep the others from being asked.
+        read = [item for item in asked if self._is_read(item[0], item[1])]
+        if 0 < len(read) < len(asked) and self._pays(pairs, read):
+            return read
+        return [min(asked, key=lambda item: self._num_unread(item[0]))] if probe and asked else []
 
-    def _pays(
-        self,
-        asked: Sequence[tuple[DraftContext, RatedTree, list[int]]],
-        before: Sequence[float],
-        after: Sequence[float],
-    ) -> bool:
+    def _pays(self, pairs: Sequence[_Pair], asked: Sequence[_Asked]) -> bool:
         """Whether a forward of the draft model is expected to save time.
 
         Args:
-            asked: where it would be asked.
-            before, after: scores of all nodes as they are, and as they are expected to become.
+            pairs: all that it could be asked about.
+            asked: where it would be.
         """
+        before = [score for _, growth in pairs for score in growth.scores()]
+        after = self._expected(pairs, asked)
         num_rows = sum(len(path) for _, _, path in asked)
         unread = {
             seq.request_id: self._num_unread(seq) for seq, growth, _ in asked if not growth.order
@@ -218,14 +229,37 @@ class AutoDrafter(LookupDrafter):
         price_s = self._pace.seconds(num_rows)
         reading_s = self._pace.seconds(num_rows + sum(unread.values())) - price_s
         now, later = self._token_s(before, spent_s), self._token_s(after, spent_s + price_s)
-        saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-_SMALL:]))
+        num_tokens = self._num_seqs + sum(sorted(after)[-_SMALL:])
+        saved_s = (now - later) * num_tokens
         credit = sum(self._savings[name] for name in unread)
         if saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s:
-            return True
+            left = [self._num_left(seq) for seq, _, _ in asked if unread.get(seq.request_id)]
+            rounds_left = max(left, default=1.0) * self._num_seqs / num_tokens
+            return reading_s <= 0 or saved_s * max(rounds_left, 1.0) >= reading_s
         # The forward alone may pay while reading the context does not yet: save up for it.
         for name in unread:
             self._savings[name] += max(saved_s, 0.0) / len(unread)
         return False
+
+    def _expected(self, pairs: Sequence[_Pair], asked: Sequence[_Asked]) -> list[float]:
+        """Scores of all nodes as they are expected to become if the model is asked."""
+        paths = {seq.request_id: path for seq, _, path in asked}
+        hit = max(self._hit, 0.05)
+        scores: list[float] = []
+        for seq, growth in pairs:
+            path = paths.get(seq.request_id)
+            scores += growth.scores() if path is None else growth.scores_if_asked(path, hit)
+        return scores
+
+    def _num_left(self, seq: DraftContext) -> float:
+        """Tokens that a text is expected to go on for.
+
+        As long as texts usually are, or as long as it is already: what has gone on for long goes
+        on for long. At most as long as it may.
+        """
+        length = len(seq.tokens) - seq.num_prompt_tokens
+        most = math.inf if seq.params.max_tokens is None else seq.params.max_tokens
+        return min(most - length, max(self._usual - length, length))
 
     def _token_s(self, scores: Sequence[float], spent_s: float) -> float:
         """Seconds a token with the best number of nodes, where drafting has taken `spent_s`."""
@@ -243,11 +277,14 @@ class AutoDrafter(LookupDrafter):
         context = sum(len(seq.tokens) for seq in seqs) / len(seqs)
         return [self._price(len(seqs) + n, context) for n in range(_MOST_NODES + 1)]
 
+    def _is_read(self, seq: DraftContext, growth: RatedTree) -> bool:
+        return bool(growth.order) or self._num_unread(seq) <= _SMALL
+
     def _num_unread(self, seq: DraftContext) -> int:
         """Tokens before the root that the draft model has not read."""
         return max(len(seq.tokens) - 1 - seq.lease.draft_length, 0)
 
-    def _ask(self, asked: Sequence[tuple[DraftContext, RatedTree, list[int]]]) -> bool:
+    def _ask(self, asked: Sequence[_Asked]) -> bool:
         """Runs the draft model at the chosen places; False if there is no memory for it."""
         ready = [item for item in asked if self._prepare(item[0], item[1])]
         works = [self._work(seq, growth, path) for seq, growth, path in ready]

@@ -99,7 +99,7 @@ class Controller:
         if gain >= 1:
             self._rest = 0
         elif self.gain < 1:
-            self._begin_rest(self.draft_s / cost(len(trees) + other_rows))
+            self._begin_rest(self.draft_s / cost(len(trees)))
         return pack_best(trees, size if size > 0 else self._probe())
 
     def observe(self, trees: Sequence[TokenTree], num_accepted: int, draft_s: float) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 import os
 import platform
 from bisect import bisect_left
@@ -31,6 +33,8 @@ _ORDER = (1, 16, 4, 8, 32, 2, 64)  # a slow machine gets through the first few o
 _FAR_CONTEXT = 1024
 _BUDGET_S = 1.2  # for each of the two contexts
 _VERSION = 2
+_FORGET = 0.98  # a round later a size counts as so much of a seen one
+_FAINT = 0.1
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class CostModel:
         far_context: context of `far`; 0 if only `near` was measured.
         pace: how much slower the machine is now than when it was measured.
         factors: corrections at the rows of `near`, from rounds that ran; between them they are
-            interpolated, so that what one size taught holds for its neighbours.
+            interpolated, so that what one size taught holds for its neighbours. Over the sizes seen
+            of late they are 1 on average.
     """
 
     near: CostTable
@@ -51,9 +56,11 @@ class CostModel:
     far_context: int
     pace: float = 1.0
     factors: list[float] = field(default_factory=list)
+    _seen: list[float] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         self.factors = self.factors or [1.0] * len(self.near.rows)
+        self._seen = [0.0] * len(self.near.rows)
 
     def at(self, context: float) -> Callable[[int], float]:
         """Seconds by number of rows at a context of so many tokens."""
@@ -75,9 +82,24 @@ class CostModel:
         """
         ratio = min(max(seconds / self.at(context)(num_rows), 0.5), 2.0)
         self.pace *= ratio**0.1
+        self._seen = [_FORGET * seen for seen in self._seen]
         for i, weight in self._knots(num_rows):
             factor = self.factors[i] * ratio ** (0.05 * weight)
             self.factors[i] = min(max(factor, 0.5), 3.0)
+            self._seen[i] += weight
+        self._center()
+
+    def _center(self) -> None:
+        """Gives the pace what the sizes seen of late have in common; sizes not seen go with it.
+
+        Under steady load one size is nearly all that is seen. A machine that is slower than when it
+        was measured would make that size dear by itself, and a few nodes more seem cheap.
+        """
+        logs = [math.log(factor) for factor in self.factors]
+        common = sum(map(operator.mul, self._seen, logs)) / sum(self._seen)
+        self.pace *= math.exp(common)
+        for i, seen in enumerate(self._seen):
+            self.factors[i] *= math.exp(-common * seen / (seen + _FAINT))
 
     def _factor(self, num_rows: int) -> float:
         return sum(self.factors[i] * weight for i, weight in self._knots(num_rows))

@@ -1,13 +1,14 @@
 """Who gets which rows of the next forward.
 
 Sequences that decode go first, so that a long prompt never starves them; what is left of the row
-budget computes prompts in chunks. When KV runs out, the youngest sequence gives its blocks back and
-waits; its tokens stay, so it resumes where it was and its text does not change.
+budget computes prompts in chunks. When KV runs out, the least urgent sequence, of equals the
+youngest, gives its blocks back and waits; its tokens stay, so it resumes where it was and its text
+does not change. One that is more urgent than some that run takes their places in the same way.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ class Scheduler:
         self._config = config
         self._drafter = drafter
         self._tiers = tiers
-        self._waiting: deque[Sequence] = deque()
+        # Both in the order of turns: by priority, then by age.
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self.num_preemptions = 0
 
@@ -87,8 +89,8 @@ class Scheduler:
         return any(seq.request_id == request_id for seq in (*self._running, *self._waiting))
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence."""
-        self._waiting.append(seq)
+        """Queues a sequence behind those that are as urgent."""
+        self._waiting.insert(bisect_right(self._waiting, seq.priority, key=_priority), seq)
 
     def retire(self, seq: Sequence) -> None:
         """Lets go of a finished sequence: publishes its KV for reuse and frees the rest."""
@@ -133,20 +135,30 @@ class Scheduler:
     def _admit(self) -> None:
         held_back: list[Sequence] = []
         fetching: list[Sequence] = []  # their places are kept
-        while self._waiting and self._has_room([*fetching, self._waiting[0]]):
-            seq = self._waiting.popleft()
+        while self._waiting and self._may_start([*fetching, self._waiting[0]]):
+            seq = self._waiting.pop(0)
             if _waits_for_parent(seq):
                 held_back.append(seq)
             elif self._waits_for_store(seq):
                 held_back.append(seq)
                 fetching.append(seq)
             else:
+                while not self._has_room([*fetching, seq]):
+                    self._preempt(self._running[-1])
                 self._start(seq)
-        self._waiting.extendleft(reversed(held_back))
+        self._waiting[:0] = held_back  # whoever was put back meanwhile is less urgent
 
-    def _has_room(self, more: Seq[Sequence]) -> bool:
-        """Whether so many more may run: each needs a row of every forward, or one for each beam."""
-        seqs = [*self._running, *more]
+    def _may_start(self, more: Seq[Sequence]) -> bool:
+        """Whether the last of these has a place, or can take one of less urgent sequences."""
+        stay = bisect_right(self._running, more[-1].priority, key=_priority)
+        return self._has_room(more, stay)
+
+    def _has_room(self, more: Seq[Sequence], stay: int | None = None) -> bool:
+        """Whether these may run beside the first `stay` of those that do; None is all.
+
+        Each needs a row of every forward, or one for each beam.
+        """
+        seqs = [*self._running[:stay], *more]
         rows = sum(seq.params.num_beams for seq in seqs)
         return len(seqs) <= self._config.max_num_seqs and rows <= self._config.max_batch_tokens
 
@@ -168,11 +180,11 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         restored = self._restore(seq)
         seq.lease = _first_lease(seq)
-        if seq.metrics.num_cached_tokens == 0:
+        if seq.metrics.start_s is None:  # what it finds of its own when it resumes is no saving
             seq.metrics.count_cached(min(seq.lease.length, seq.num_prompt_tokens), restored)
         seq.metrics.start_s = seq.metrics.start_s or perf_counter()
         seq.status = Status.RUNNING
-        self._running.append(seq)
+        self._running.insert(bisect_right(self._running, seq.priority, key=_priority), seq)
         if seq.beams is None:
             self._drafter.start(seq)
 
@@ -240,7 +252,7 @@ class Scheduler:
         return Job(seq, work, None, size - len(work.logit_rows), beams)
 
     def _reserve(self, seq: Sequence, num_slots: int) -> bool:
-        """Makes room for a sequence, at the cost of the youngest if need be."""
+        """Makes room for a sequence, at the cost of whoever is last if need be."""
         while seq in self._running:
             try:
                 seq.lease.reserve(num_slots)
@@ -255,12 +267,17 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._running.remove(seq)
         self._drafter.stop(seq)
+        seq.lease.publish(seq.tokens, seq.cache_salt)  # what nobody needs till then is still there
         seq.lease.close()
         if seq.beams is not None:
             seq.beams.forget()
         seq.status = Status.WAITING
         self.num_preemptions += 1
-        self._waiting.appendleft(seq)
+        self._waiting.insert(bisect_left(self._waiting, seq.priority, key=_priority), seq)
+
+
+def _priority(seq: Sequence) -> int:
+    return seq.priority
 
 
 def _chunk_size(seq: Sequence, room: int) -> int:

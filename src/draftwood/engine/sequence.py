@@ -107,6 +107,7 @@ class Sequence:
         stop_ids: tokens that end the text.
         max_length: most tokens, prompt included.
         rules: what its parameters demand of logits.
+        priority: lower goes first, and takes the place of higher ones. It changes no text.
         fetch: reads what disk or Redis has of its tokens; None before it began.
         parent: a sequence with the same prompt, whose KV it shares; None for none.
         stop_reason: the stop string or token that ended it, if one did.
@@ -128,6 +129,7 @@ class Sequence:
     detokenizer: Detokenizer
     lease: Lease
     rules: Rules
+    priority: int = 0
     parent: Sequence | None = None
     fetch: Fetch | None = None
     status: Status = Status.WAITING

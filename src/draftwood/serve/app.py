@@ -30,6 +30,7 @@ from draftwood.serve.requests import (
 from draftwood.serve.responder import Responder
 from draftwood.serve.service import Caller, Service
 from draftwood.serve.stream import EventStream, unless_gone
+from draftwood.serve.tracing import Traced, Tracing
 
 _ERROR: dict[str, Any] = {
     "type": "object",
@@ -72,6 +73,7 @@ class AppSettings:
         max_body: most bytes of a request's body.
         render_metrics: what /metrics answers: body and content type; None for nothing.
         extend: adds further pages to the application.
+        tracing: makes spans of requests; None for none.
     """
 
     keys: ApiKeys
@@ -80,6 +82,7 @@ class AppSettings:
     max_body: int = 8 << 20
     render_metrics: Callable[[], tuple[bytes, str]] | None = None
     extend: Callable[[FastAPI], None] | None = None
+    tracing: Tracing | None = None
 
 
 def make_app(service: Service, settings: AppSettings) -> FastAPI:
@@ -107,6 +110,8 @@ def make_app(service: Service, settings: AppSettings) -> FastAPI:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    if settings.tracing is not None:
+        app.add_middleware(Traced, tracing=settings.tracing)
     return app
 
 
@@ -188,6 +193,7 @@ async def _respond(
     """The whole answer, or its pieces as they come."""
     responder = await unless_gone(request.receive, start)
     request.state.note.facts["id"] = responder.id
+    request.state.note.responder = responder
     if stream:
         return EventStream(responder.events(), lambda: _finish(request, responder))
     try:

@@ -10,16 +10,22 @@ from typing import Any
 
 from draftwood.serve.middleware import request_id
 
+_LEVELS = {
+    "draftwood": logging.INFO,
+    "uvicorn": logging.WARNING,
+    "opentelemetry": logging.WARNING,
+}
+
 
 def set_up_logging(style: str) -> None:
-    """Sends our log, and what uvicorn has to warn of, to stderr.
+    """Sends our log, and what uvicorn and OpenTelemetry have to warn of, to stderr.
 
     Args:
         style: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if style == "json" else _Text())
-    for name, level in (("draftwood", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in _LEVELS.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level)

@@ -8,7 +8,7 @@ import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -18,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftwood.serve.access import ApiKeys, host_name
 from draftwood.serve.errors import ApiError, as_api_error
 from draftwood.serve.stream import ClientGoneError
+
+if TYPE_CHECKING:
+    from draftwood.serve.responder import Responder
 
 _log = logging.getLogger("draftwood.serve")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -29,10 +32,17 @@ request_id: ContextVar[str | None] = ContextVar("draftwood_request_id", default=
 
 @dataclass(slots=True)
 class Note:
-    """What is logged of a request, besides what every request has; endpoints write here."""
+    """What is known of a request, besides what every request has; endpoints write here.
+
+    Attributes:
+        caller: who sent it.
+        facts: for its log line.
+        responder: who writes the response, once it is known to be sound.
+    """
 
     caller: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    responder: Responder | None = None
 
 
 class Gate:
@@ -59,7 +69,10 @@ class Gate:
         own_id = given if _ID.fullmatch(given) else f"req_{uuid4().hex}"
         request_id.set(own_id)
         note = Note(caller=(scope.get("client") or ("",))[0])
-        scope.setdefault("state", {}).update(request_id=own_id, note=note)
+        state = scope.setdefault("state", {})
+        state.update(request_id=own_id, note=note)
+        if "trace_id" in state:
+            note.facts["trace_id"] = state["trace_id"]
         outgoing = _Outgoing(send, own_id)
         begin = time.perf_counter()
         try:

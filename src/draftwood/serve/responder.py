@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from draftwood.sampling import TokenLogprobs
 from draftwood.serve.formats import Json, metrics_of, usage, usage_of
-from draftwood.serve.generation import Ending, News, Piece
+from draftwood.serve.generation import Ending, Generation, News, Piece
 from draftwood.serve.requests import Sampling
 from draftwood.serve.service import Answer, Service, fingerprint
 from draftwood.serve.stream import DONE, PING, event
@@ -23,6 +23,9 @@ class Responder:
         service: the model.
         body: the request.
         answer: what the engine makes of it.
+
+    Attributes:
+        streams: whether the client takes it piece by piece.
     """
 
     prefix = "resp"
@@ -36,6 +39,7 @@ class Responder:
         self._endings: dict[int, Ending] = {}
         self._num_told = 0
         self._options = body.stream_options
+        self.streams = bool(body.stream)
         shows_all = body.skip_special_tokens is False
         self._hidden = frozenset() if shows_all else service.llm.tokenizer.special_ids
         self._head: Json = {
@@ -50,6 +54,16 @@ class Responder:
     def id(self) -> str:
         """Of the response."""
         return str(self._head["id"])
+
+    @property
+    def model(self) -> str:
+        """The name that the model answers under."""
+        return str(self._head["model"])
+
+    @property
+    def generations(self) -> Sequence[Generation]:
+        """Its prompts in the engine; there is one at least."""
+        return self._answer.generations
 
     def facts(self) -> Json:
         """What the log says of it."""

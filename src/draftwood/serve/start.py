@@ -13,6 +13,7 @@ from draftwood.serve.metrics import Metrics
 from draftwood.serve.page import mount_page
 from draftwood.serve.run import Server
 from draftwood.serve.service import Service
+from draftwood.serve.tracing import Tracing
 from draftwood.serve.worker import Worker
 
 
@@ -26,6 +27,7 @@ class ServeOptions:
         max_queue: most outputs that wait beside those that run.
         timeout_s: the most a request may take unless it says so itself; None for no limit.
         drain_timeout_s: how long running requests may go on after SIGTERM.
+        tracing: makes spans of requests; None for none. Closing it is the caller's.
     """
 
     names: tuple[str, ...]
@@ -36,6 +38,7 @@ class ServeOptions:
     max_queue: int = 128
     timeout_s: float | None = None
     drain_timeout_s: float = 30.0
+    tracing: Tracing | None = None
 
 
 def make_server(
@@ -55,6 +58,7 @@ def make_server(
         max_body=options.max_body,
         render_metrics=watcher.render,
         extend=mount_page,
+        tracing=options.tracing,
     )
     app = make_app(service, settings)
     server = Server(app, worker, sock, drain_timeout_s=options.drain_timeout_s, on_ready=on_ready)

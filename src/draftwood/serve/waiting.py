@@ -1,8 +1,9 @@
-"""Who is next: by priority, then the clients in turn, then first come, first served."""
+"""Who is next: by priority, then whose client has least running, then first come, first served."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 
 from draftwood.serve.generation import Generation
 
@@ -10,8 +11,8 @@ from draftwood.serve.generation import Generation
 class WaitingQueue:
     """Generations that wait for a place in the engine.
 
-    Within a priority the clients take turns, so one that sends a thousand requests does not shut
-    out one that sends a single one.
+    Within a priority the next place is for the client that has fewest, and of equals the clients
+    take turns: one that sends a thousand requests does not shut out one that sends a single one.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,21 @@ class WaitingQueue:
         level = self._levels.setdefault(generation.priority, OrderedDict())
         level.setdefault(generation.client, deque()).append(generation)
 
-    def pop(self) -> Generation:
-        """Takes out who is next; its client goes behind the others of this priority."""
-        priority = min(self._levels)
+    @property
+    def priority(self) -> int:
+        """Of who is next; somebody must wait."""
+        return min(self._levels)
+
+    def pop(self, places: Mapping[str, int] | None = None) -> Generation:
+        """Takes out who is next; its client goes behind the others of this priority.
+
+        Args:
+            places: how many texts of each client run; who is missing has none.
+        """
+        priority, held = self.priority, places or {}
         level = self._levels[priority]
-        client, line = level.popitem(last=False)
+        client = min(level, key=lambda name: held.get(name, 0))  # of equals the first
+        line = level.pop(client)
         generation = line.popleft()
         if line:
             level[client] = line

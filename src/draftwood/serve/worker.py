@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.observers import Observer
@@ -27,6 +29,7 @@ from draftwood.serve.rounds import RoundRecorder
 from draftwood.serve.waiting import WaitingQueue
 
 _log = logging.getLogger("draftwood.serve")
+_T = TypeVar("_T")
 
 
 class Watcher(Observer, Protocol):
@@ -124,6 +127,19 @@ class Worker:
         """Ends everything that waits or runs."""
         self._posted.put(lambda: self._fail_all(error))
 
+    def call(self, work: Callable[[], _T]) -> Future[_T]:
+        """Runs something on the engine's thread, between two rounds; for what is not a request."""
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._posted.put(run)
+        return future
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends everything and the thread; from another thread."""
         self._posted.put(self._stop)
@@ -213,18 +229,33 @@ class Worker:
             )
             for i in range(1, params.n)
         ]
+        for seq in (first, *others):
+            seq.priority = one.priority
         return [first, *others]
 
     def _admit(self) -> None:
-        busy = sum(not seq.finished for one in self._running for seq in one.seqs)
-        while self._waiting and busy < self._llm.config.max_num_seqs:
-            one = self._waiting.pop()
-            for seq in one.seqs:
-                self._llm.engine.submit(seq)
-            if one.wants_rounds:
-                self._rounds.watch(one)
-            self._running.append(one)
-            busy += len(one.seqs)
+        """Gives the engine what it may run, and what is more urgent than some that it runs.
+
+        The engine puts those back for it; who is as urgent or more has a place it cannot take.
+        """
+        while self._waiting:
+            active = [
+                (one.priority, one.client)
+                for one in self._running
+                for seq in one.seqs
+                if not seq.finished
+            ]
+            kept = sum(priority <= self._waiting.priority for priority, _ in active)
+            if kept >= self._llm.config.max_num_seqs:
+                return
+            self._begin_one(self._waiting.pop(Counter(client for _, client in active)))
+
+    def _begin_one(self, one: Generation) -> None:
+        for seq in one.seqs:
+            self._llm.engine.submit(seq)
+        if one.wants_rounds:
+            self._rounds.watch(one)
+        self._running.append(one)
 
     def _expire(self) -> None:
         now = monotonic()

@@ -50,7 +50,9 @@ def best_size(
         trees: candidates of the sequences that decode in this round.
         cost: seconds of a forward by number of rows.
         trust: factor on the trees' scores, from how such promises were kept so far.
-        other_rows: rows in the same forward that are needed anyway (prompt chunks).
+        other_rows: rows in the same forward that are needed anyway (prompt chunks). What they take
+            is no part of the speed: a round that is long for their sake is no reason to draft more,
+            as the tokens that a draft saves are decoded in other rounds.
         overhead_s: seconds of the round besides the forward that do not depend on the size.
 
     Returns:
@@ -60,11 +62,13 @@ def best_size(
     scores = sorted((score for tree in trees for score in tree.scores[1:]), reverse=True)
     base = len(trees) + other_rows
     expected = float(len(trees))
-    plain_rate = expected / cost(base)
-    best_rate, best = expected / (cost(base) + overhead_s), 0
+    plain_s = cost(len(trees))
+    others_s = cost(base) - plain_s
+    plain_rate = expected / plain_s
+    best_rate, best = expected / (plain_s + overhead_s), 0
     for size, score in enumerate(scores, start=1):
         expected += score * trust
-        rate = expected / (cost(base + size) + overhead_s)
+        rate = expected / (cost(base + size) - others_s + overhead_s)
         if rate > best_rate:
             best_rate, best = rate, size
     return best, best_rate / plain_rate
