@@ -24,6 +24,7 @@ from draftwood.kv import Lease
 from draftwood.kv.tiers import TieredPrefix
 from draftwood.tree import TokenTree
 
+_WORTH_WAITING = 2  # blocks: to compute fewer twice costs less than a round of waiting
 _MAX_LOGIT_ROWS = 64  # a row of logits takes the vocabulary's size in memory
 
 Propose = Callable[[Seq[Sequence], int], list[TokenTree]]
@@ -134,12 +135,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         held_back: list[Sequence] = []
-        fetching: list[Sequence] = []  # their places are kept
+        fetching: list[Sequence] = []  # KV that is on its way; their places are kept
         while self._waiting and self._may_start([*fetching, self._waiting[0]]):
             seq = self._waiting.pop(0)
             if _waits_for_parent(seq):
                 held_back.append(seq)
-            elif self._waits_for_store(seq):
+            elif self._waits_for_mate(seq) or self._waits_for_store(seq):
                 held_back.append(seq)
                 fetching.append(seq)
             else:
@@ -161,6 +162,27 @@ class Scheduler:
         seqs = [*self._running[:stay], *more]
         rows = sum(seq.params.num_beams for seq in seqs)
         return len(seqs) <= self._config.max_num_seqs and rows <= self._config.max_batch_tokens
+
+    def _waits_for_mate(self, seq: Sequence) -> bool:
+        """Whether one that runs is computing a prompt that begins alike: that is done only once.
+
+        What such a sequence has computed already is published here, when somebody wants it.
+        """
+        if _shares_parent(seq) or _wants_all_logits(seq):
+            return False
+        mates = [mate for mate in self._running if mate.cache_salt == seq.cache_salt]
+        size = self._config.block_size
+        common, mate = max(
+            ((_num_common(mate, seq, size), mate) for mate in mates),
+            key=lambda pair: pair[0],
+            default=(0, seq),
+        )
+        shared = common - mate.metrics.num_cached_tokens
+        if common > mate.lease.length and shared >= _WORTH_WAITING * size:
+            return True
+        if common > 0:  # of what it has not computed yet nothing is published
+            mate.lease.publish(mate.tokens[:common], mate.cache_salt)
+        return False
 
     def _waits_for_store(self, seq: Sequence) -> bool:
         """Whether disk or Redis is still being asked for its KV; the others go on meanwhile."""
@@ -294,6 +316,16 @@ def _waits_for_parent(seq: Sequence) -> bool:
     if parent is None or parent.finished:
         return False
     return parent.lease.length < seq.num_prompt_tokens
+
+
+def _num_common(mate: Sequence, seq: Sequence, size: int) -> int:
+    """Tokens in the full blocks with which both begin, of the mate's prompt and all of `seq` but
+    its last token, which is computed in any case."""
+    most = min(mate.num_prompt_tokens, len(seq.tokens) - 1) // size * size
+    for start in range(0, most, size):
+        if mate.tokens[start : start + size] != seq.tokens[start : start + size]:
+            return start
+    return most
 
 
 def _first_lease(seq: Sequence) -> Lease:
