@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -52,6 +52,14 @@ def compare(
     model: Model,
     draft: Annotated[
         str | None, typer.Option(help="A smaller model for the drafters auto and model.")
+    ] = None,
+    draft_match: Annotated[
+        Literal["auto", "tokens", "text"],
+        typer.Option(help="Where its vocabulary is another: by common tokens, by text, or auto."),
+    ] = "auto",
+    draft_quantization: Annotated[
+        str | None,
+        typer.Option(help="int8, int4 or none.", show_default="int4 or int8 on a CPU"),
     ] = None,
     drafters: Annotated[
         str | None,
@@ -98,6 +106,8 @@ def compare(
         llm = _load(
             model,
             draft=draft,
+            draft_match=draft_match,
+            draft_quantization=draft_quantization,
             dtype=dtype,
             device=device,
             quantization=quantization,
@@ -259,6 +269,8 @@ def _load(
     model: str,
     *,
     draft: str | None = None,
+    draft_match: Literal["auto", "tokens", "text"] = "auto",
+    draft_quantization: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     quantization: str | None = None,
@@ -272,6 +284,8 @@ def _load(
             model,
             draft=draft,
             drafter=None if draft else "none",
+            draft_match=draft_match,
+            draft_quantization=draft_quantization,
             dtype=dtype,
             device=device,
             quantization=quantization,
