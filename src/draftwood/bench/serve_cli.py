@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from draftwood.bench.options import Out
+from draftwood.bench.options import Out, whole_numbers
+from draftwood.bench.output import print_json
 from draftwood.errors import ConfigError
 
 _Target = Annotated[
@@ -60,7 +61,6 @@ def serve(
 
     So many clients ask at a time. Blocks with and without speculation take turns, and no prompt comes twice.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench.data import load_prompts
     from draftwood.bench.fingerprint import environment
     from draftwood.bench.records import open_writer
@@ -68,7 +68,7 @@ def serve(
     from draftwood.bench.sse import Target
     from draftwood.bench.tables import console, load_table
 
-    clients = tuple(cli._numbers("concurrency", concurrency, 1))
+    clients = tuple(whole_numbers("concurrency", concurrency, 1))
     prompts = load_prompts(data, limit)
     plan = LoadPlan(
         concurrency=clients,
@@ -87,7 +87,7 @@ def serve(
         for point in points:
             writer.write(point.to_json())
     if as_json:
-        cli._print_json([point.to_json() for point in points])
+        print_json([point.to_json() for point in points])
         return
     console().print(load_table(points))
 
