@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from draftwood.bench.ablate_cli import ablate
 from draftwood.bench.batch_cli import batch
 from draftwood.bench.check_cli import check
 from draftwood.bench.compare_cli import compare
@@ -37,6 +38,7 @@ app.command(epilog=_example("cost smollm2-135m --contexts 64,1024 --plot cost.pn
 app.command(epilog=_example("quality smollm2-135m --quantization int8"))(quality)
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
+app.command(epilog=_example("ablate smollm2-135m --out ablate.jsonl"))(ablate)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)

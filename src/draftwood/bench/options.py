@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,22 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
     if min(numbers) < least:
         raise ConfigError(f"{option} holds {min(numbers)}: the least is {least}")
     return numbers
+
+
+def numbers(option: str, text: str, least: float) -> list[float]:
+    """A comma-separated list of numbers.
+
+    Raises:
+        ConfigError: it is none, or holds one below `least`.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: give numbers, like 0,0.8") from error
+    for number in found:
+        if not least <= number < math.inf:
+            raise ConfigError(f"{option} holds {number:g}: the least is {least:g}")
+    return found
 
 
 def use_threads(threads: int | None) -> None:

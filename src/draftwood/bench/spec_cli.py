@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -62,7 +61,7 @@ def spec(
     A later turn's prompt holds the model's own first answer. A run that was killed goes on where it stopped when it is started again with the same --out, and no question is run twice.
     """  # noqa: E501
     from draftwood.bench.compare import make_comparison
-    from draftwood.bench.data import load_prompts, spread
+    from draftwood.bench.data import digest, load_prompts, spread
     from draftwood.bench.fingerprint import head_line
     from draftwood.bench.resume import open_resumed, read_left
     from draftwood.bench.spec import in_groups
@@ -75,12 +74,12 @@ def spec(
     everything = in_groups(load_prompts(data))
     questions = everything if limit is None else spread(everything, limit)
     llm = load_llm(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
-    facts = {"params": asdict(params), "drafters": names, "data": _digest(everything)}
+    facts = {"params": asdict(params), "drafters": names, "data": digest(everything)}
     source = {"source": data.name, "count": len(questions)}
     fingerprint = head_line(llm, "spec", **facts, prompts=source)
     left = read_left(out, fingerprint, {one.id: len(one.turns) for one in everything})
     comparison = make_comparison(llm, model, names, params, transformers=False)
-    with open_resumed(out, left, fingerprint) as writer:
+    with open_resumed(out, left.rows, fingerprint) as writer:
         summary = _run(comparison, questions, left, writer)
     if as_json:
         print_json(summary)
@@ -90,11 +89,6 @@ def spec(
         console().print(spec_tables(summary))
     if comparison.interrupted:
         raise typer.Exit(130)
-
-
-def _digest(questions: Sequence[BenchPrompt]) -> str:
-    """Tells data apart by what it says, wherever the file lies."""
-    return hashlib.sha256(repr([asdict(one) for one in questions]).encode()).hexdigest()
 
 
 def _run(
