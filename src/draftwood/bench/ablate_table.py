@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwood.bench.ablate_summary import AblationLine
-from draftwood.bench.intervals import Estimate
-from draftwood.bench.tables import titled
+from draftwood.bench.tables import interval_cells, titled
 
 _BUSY = 0.1
 _LEGEND = (
@@ -42,21 +41,13 @@ def _table(lines: Sequence[AblationLine]) -> Table:
         table.add_row(
             line.part,
             "" if line.decode_tokens_per_s is None else f"{line.decode_tokens_per_s:.1f}",
-            *_estimate(line.to_plain),
-            *_estimate(line.to_full),
+            *interval_cells(line.to_plain),
+            *interval_cells(line.to_full),
             f"{line.tokens_per_round:.2f}",
             f"{line.nodes_per_round:.1f}",
             f"{line.num_identical} of {line.num_texts}" if line.num_texts else "",
         )
     return table
-
-
-def _estimate(one: Estimate | None) -> tuple[str, str]:
-    if one is None:
-        return "", ""
-    if one.low is None or one.high is None:
-        return f"{one.value:.2f}", ""
-    return f"{one.value:.2f}", f"{one.low:.2f} to {one.high:.2f}"
 
 
 def _notes(lines: Sequence[AblationLine]) -> Iterable[str]:

@@ -6,10 +6,12 @@ import typer
 
 from draftwood.bench.ablate_cli import ablate
 from draftwood.bench.batch_cli import batch
+from draftwood.bench.beams_cli import beams
 from draftwood.bench.check_cli import check
 from draftwood.bench.compare_cli import compare
 from draftwood.bench.cost_cli import cost
 from draftwood.bench.diff_cli import diff
+from draftwood.bench.grammar_cli import grammar
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.peer_cli import peers
@@ -39,6 +41,8 @@ app.command(epilog=_example("quality smollm2-135m --quantization int8"))(quality
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("ablate smollm2-135m --out ablate.jsonl"))(ablate)
+app.command(epilog=_example("beams smollm2-135m --beams 4"))(beams)
+app.command(epilog=_example("grammar smollm2-135m"))(grammar)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
