@@ -5,7 +5,7 @@
 #   make test    linters, types and tests; on CI, or as root, it installs the services they need
 #   make lint    linters and types only
 #   make format  rewrite the sources in the project's format
-#   make bench-check  are the numbers in README.md and docs/benchmarks.md those of their records?
+#   make bench-check  are the numbers in README.md and docs/ those of their records?
 #   make venv    the environment alone; then  .venv/bin/draftwood --help
 #   make clean   remove the environment and what tools left behind
 #

@@ -187,17 +187,18 @@ class LLM:
         foreign = ForeignDrafter(self.draft_model, pool, self.vocabulary, match or self.draft_match)
         return FusedDrafter(foreign) if name == "auto" else foreign
 
-    def make_engine(self, drafter: Drafter) -> Engine:
+    def make_engine(self, drafter: Drafter, config: EngineConfig | None = None) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.
 
         Close it when it is done: until then its cached prefixes take memory from the others.
+        `config` stands in the place of the LLM's own; what it says of KV memory is not looked at.
         """
         return Engine(
             self.model,
             self.tokenizer,
             drafter,
             self.pool,
-            self.config,
+            config or self.config,
             self.tiers,
             self._grammars,
         )

@@ -14,6 +14,7 @@ from draftwood.cache import human_bytes
 
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
+    from draftwood.bench.intervals import Estimate
     from draftwood.bench.kv import KVPoint
     from draftwood.bench.lossless import DifferenceRate
     from draftwood.bench.serve import Load, LoadPoint
@@ -283,6 +284,15 @@ def _waits(point: LoadPoint) -> tuple[float | None, ...]:
 
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.1f}"
+
+
+def interval_cells(one: Estimate | None) -> tuple[str, str]:
+    """A statistic, and its interval where there is one."""
+    if one is None:
+        return "", ""
+    if one.low is None or one.high is None:
+        return f"{one.value:.2f}", ""
+    return f"{one.value:.2f}", f"{one.low:.2f} to {one.high:.2f}"
 
 
 def _cost(point: CostPoint | None) -> str:
