@@ -358,6 +358,9 @@ class LeastQueue(Router):
     def _score(self, prompt: Prompt, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.where(seconds < np.inf, self._busy, np.inf)
 
+    def _draw(self, equals: npt.NDArray[np.int64], prompt: Prompt) -> int:
+        return int(equals[self._num_sent % len(equals)])  # not by prefix
+
 
 class RoundRobin(Router):
     """One replica after the other, whatever it has cached or to do: to compare with."""
