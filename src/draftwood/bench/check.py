@@ -230,6 +230,8 @@ def _wanted(first: str, label: str, title: str, numbers: Sequence[Derived]) -> W
         values = known.get(dimension, set())
         mentioned = _mentioned(label, values) or _mentioned(_OVER.sub("", title), values)
         wanted[dimension] = mentioned
+    for dimension in (names.MEASURE, names.QUANTILE):
+        wanted[dimension] = _mentioned(title, known.get(dimension, set()))
     wanted[names.BASE] = frozenset(_OVER.findall(title)) & known.get(names.BASE, set())
     if known.get(names.STATISTIC):
         words = re.findall(r"\w+", title.lower())

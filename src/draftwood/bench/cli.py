@@ -20,6 +20,7 @@ from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.report_cli import report
+from draftwood.bench.scale_cli import scale
 from draftwood.bench.serve_cli import serve
 from draftwood.bench.spec_cli import spec
 from draftwood.errors import ConfigError
@@ -209,6 +210,7 @@ app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
+app.command(epilog=_example("scale --replicas 100 --requests 10000"))(scale)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)

@@ -20,6 +20,7 @@ from draftwood.bench.summary import decode_speed, ratios, summarise, total_speed
 # What a number may be of.
 CONTENDER, BASE, KIND, STATISTIC, UNIT = "contender", "base", "kind", "statistic", "unit"
 CONTEXT, ROWS, AT_ONCE, TIER, TEXT = "context", "rows", "at once", "tier", "text"
+MEASURE, QUANTILE = "measure", "quantile"
 SPEED, RATIO = "tokens/s", "ratio"
 _RATIOS = (decode_speed, total_speed)
 
@@ -172,3 +173,27 @@ def _points(record: RecordFile) -> Iterator[Derived]:
         ]
         yield from _numbers(of, [1000 * seconds for seconds in times])
         yield from _numbers(of, [row["num_identical"], row["num_samples"]])
+    for row in record.of("scale"):
+        yield from _scale(row)
+
+
+def _scale(row: Row) -> Iterator[Derived]:
+    of = {CONTENDER: str(row["policy"])}
+    for measure, fields in _SCALE.items():
+        yield from _numbers({**of, MEASURE: measure}, [row[field] for field in fields])
+    for measure, field in (("first token", "ttft"), ("answer", "latency")):
+        for quantile in ("p50", "p95", "p99"):
+            seconds = row[f"{field}_{quantile}_s"]
+            yield from _numbers({**of, MEASURE: measure, QUANTILE: quantile}, [seconds])
+
+
+# What a column may be headed with, to the fields of a `scale` line.
+_SCALE = {
+    "cached": ("hit_rate",),
+    "believed": ("believed_hit_rate",),
+    "possible": ("possible_hit_rate",),
+    "balance": ("balance",),
+    "decision": ("decision_us", "decision_p99_us"),
+    "requests": ("num_requests",),
+    "retried": ("num_retried",),
+}

@@ -15,6 +15,7 @@ from draftwood.cache import human_bytes
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
+    from draftwood.bench.scale import ScalePoint
     from draftwood.bench.serve import LoadPoint
 
 _WIDTH = 118
@@ -235,6 +236,28 @@ def load_table(points: Sequence[LoadPoint]) -> RenderableType:
             str(point.num_failed),
         )
     return titled("Load: medians and 99th percentiles", table)
+
+
+def scale_table(points: Sequence[ScalePoint]) -> RenderableType:
+    """Hit rate, balance and waits by policy."""
+    table = Table()
+    table.add_column("policy")
+    columns = ("cached", "possible", "balance", "first s", "p95", "p99", "answer s", "p95", "p99")
+    for column in (*columns, "decision us", "retried"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        firsts = (point.ttft_p50_s, point.ttft_p95_s, point.ttft_p99_s)
+        answers = (point.latency_p50_s, point.latency_p95_s, point.latency_p99_s)
+        table.add_row(
+            point.policy,
+            f"{point.hit_rate:.1%}",
+            f"{point.possible_hit_rate:.1%}",
+            f"{point.balance:.2f}",
+            *(f"{seconds:.2f}" for seconds in (*firsts, *answers)),
+            f"{point.decision_us:.0f}",
+            str(point.num_retried),
+        )
+    return titled("Routing: prompt tokens cached, busiest over mean, waits (medians)", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:
