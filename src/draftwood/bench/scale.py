@@ -117,7 +117,7 @@ def costs(plan: ScalePlan, trace: Trace) -> Costs:
     answer = trace.answer_tokens / trace.num_requests
     return Costs(
         prefill_s=service.prefill_s + full_s / service.chunk,
-        running_s=service.row_s * answer,
+        running_s=2 * service.row_s * answer,  # it slows the new one, and the new one slows it
         slots=service.slots,
         turn_s=_work_s(service, trace) / 2,
     )
