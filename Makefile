@@ -26,7 +26,7 @@ GET_SERVICES := apt-get update -qq && apt-get install -y -qq --no-install-recomm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format venv services clean bench-check
+.PHONY: help demo test lint format venv services servers clean bench-check
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -35,7 +35,7 @@ demo: $(VENV)/.run
 	@$(BIN)/draftwood demo
 
 # On CI a service that is missing fails its tests; elsewhere they are skipped with a reason.
-test: lint services $(SERVERS)/.made
+test: lint services servers
 	DRAFTWOOD_REQUIRE_SERVICES=$(CI) DRAFTWOOD_REQUIRE_BROWSER=$(CI) $(BIN)/pytest
 
 services:
@@ -44,6 +44,9 @@ services:
 	elif [ "$$(id -u)" = 0 ]; then $(GET_SERVICES); \
 	elif [ -n "$(CI)" ]; then sudo -n sh -c '$(GET_SERVICES)'; \
 	fi || true
+
+servers: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(SERVERS)/.made || echo "no TorchServe, no LitServe: see above"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
