@@ -254,7 +254,8 @@ def _wanted(first: str, label: str, title: str, numbers: Sequence[Derived]) -> W
         wanted[dimension] = mentioned
     over = frozenset(match[1] or match[2] for match in _OVER.finditer(title))
     wanted[names.BASE] = over & known.get(names.BASE, set())
-    wanted[names.SHARE] = _mentioned(title, known.get(names.SHARE, set()))
+    for dimension in (names.SHARE, names.MEASURE, names.QUANTILE):
+        wanted[dimension] = _mentioned(title, known.get(dimension, set()))
     if known.get(names.STATISTIC):
         words = re.findall(r"\w+", title.lower())
         wanted[names.STATISTIC] = frozenset(_STATISTICS[w] for w in words if w in _STATISTICS)

@@ -18,6 +18,7 @@ from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.quality_cli import quality
 from draftwood.bench.report_cli import report
+from draftwood.bench.scale_cli import scale
 from draftwood.bench.serve_cli import serve
 from draftwood.bench.spec_cli import spec
 
@@ -47,6 +48,7 @@ app.command(epilog=_example("grammar smollm2-135m"))(grammar)
 app.command(epilog=_example("lossless smollm2-135m --limit 6 --out texts.jsonl"))(lossless)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
+app.command(epilog=_example("scale --replicas 100 --requests 10000"))(scale)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)

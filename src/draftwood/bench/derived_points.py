@@ -12,7 +12,9 @@ from draftwood.bench.quoted import (
     CONTENDER,
     CONTEXT,
     KIND,
+    MEASURE,
     PART,
+    QUANTILE,
     RATIO,
     ROWS,
     SPEED,
@@ -25,6 +27,16 @@ from draftwood.bench.quoted import (
 from draftwood.bench.record_file import RecordFile, Row
 
 _FULL = "all parts"
+# What a column may be headed with, to the fields of a `scale` line.
+_SCALE = {
+    "cached": ("hit_rate",),
+    "believed": ("believed_hit_rate",),
+    "possible": ("possible_hit_rate",),
+    "balance": ("balance",),
+    "decision": ("decision_us", "decision_p99_us"),
+    "requests": ("num_requests",),
+    "retried": ("num_retried",),
+}
 
 
 def points(record: RecordFile) -> Iterator[Derived]:
@@ -38,6 +50,8 @@ def points(record: RecordFile) -> Iterator[Derived]:
     yield from _beams(record.of("beams_summary"))
     yield from _grammar(record.of("grammar_summary"))
     yield from _load(record.of("load"), record.of("load_ratio"))
+    yield from _scale(record.of("scale"))
+    yield from _lossless(record.of("difference_rate"))
 
 
 def _cost(rows: Sequence[Row]) -> Iterator[Derived]:
@@ -133,6 +147,27 @@ def _load(rows: Sequence[Row], ratios: Sequence[Row]) -> Iterator[Derived]:
     for row in ratios:
         of = {AT_ONCE: str(row["concurrency"]), UNIT: RATIO}
         yield from numbers(of, [row["ratio"], row["worst"], row["num_pairs"]])
+
+
+def _scale(rows: Sequence[Row]) -> Iterator[Derived]:
+    for row in rows:
+        of = {CONTENDER: str(row["policy"])}
+        for measure, fields in _SCALE.items():
+            yield from numbers({**of, MEASURE: measure}, [row[field] for field in fields])
+        for measure, field in (("first token", "ttft"), ("answer", "latency")):
+            for quantile in ("p50", "p95", "p99"):
+                seconds = row[f"{field}_{quantile}_s"]
+                yield from numbers({**of, MEASURE: measure, QUANTILE: quantile}, [seconds])
+
+
+def _lossless(rows: Sequence[Row]) -> Iterator[Derived]:
+    counts = ("num_texts", "num_tokens", "num_draft_tokens", "num_accepted_tokens", "num_different")
+    for row in rows:
+        of = {CONTENDER: str(row["drafter"])}
+        yield from numbers(of, [row[field] for field in counts])
+        yield from numbers(of, [row["rate"], row["rate_below"], row["temperature"]])
+    for field in counts:
+        yield from numbers({}, [sum(row[field] for row in rows)])
 
 
 def _estimate(of: dict[str, str], one: dict[str, Any] | None) -> list[Derived]:

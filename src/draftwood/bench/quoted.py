@@ -10,6 +10,7 @@ from typing import Any
 CONTENDER, BASE, KIND, STATISTIC, UNIT = "contender", "base", "kind", "statistic", "unit"
 CONTEXT, ROWS, AT_ONCE, TIER, TEXT = "context", "rows", "at once", "tier", "text"
 PART, SHARE = "part", "share"
+MEASURE, QUANTILE = "measure", "quantile"
 SPEED, RATIO = "tokens/s", "ratio"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from draftwood.bench.intervals import Estimate
     from draftwood.bench.kv import KVPoint
     from draftwood.bench.lossless import DifferenceRate
+    from draftwood.bench.scale import ScalePoint
     from draftwood.bench.serve import Load, LoadPoint
     from draftwood.bench.serve_overhead import Overhead
 
@@ -272,6 +273,28 @@ def overhead_table(overhead: Overhead) -> RenderableType:
         more = f"{100 * (ratio - 1):+.1f}%"
         table.add_row(name, f"{1000 * ours:.2f}", f"{1000 * theirs:.2f}", more)
     return titled("One request at a time (medians)", table)
+
+
+def scale_table(points: Sequence[ScalePoint]) -> RenderableType:
+    """Hit rate, balance and waits by policy."""
+    table = Table()
+    table.add_column("policy")
+    columns = ("cached", "possible", "balance", "first s", "p95", "p99", "answer s", "p95", "p99")
+    for column in (*columns, "decision us", "retried"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        firsts = (point.ttft_p50_s, point.ttft_p95_s, point.ttft_p99_s)
+        answers = (point.latency_p50_s, point.latency_p95_s, point.latency_p99_s)
+        table.add_row(
+            point.policy,
+            f"{point.hit_rate:.1%}",
+            f"{point.possible_hit_rate:.1%}",
+            f"{point.balance:.2f}",
+            *(f"{seconds:.2f}" for seconds in (*firsts, *answers)),
+            f"{point.decision_us:.0f}",
+            str(point.num_retried),
+        )
+    return titled("Routing: prompt tokens cached, busiest over mean, waits (medians)", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:
