@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.bench.options import Out
+from draftwood.bench.output import print_json, progress_bar
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def scale(
 
     The router is the real one; replicas are service times of the 1.5B model on two cores, and the traffic is made up: conversations that come back, system prompts and templates of unequal popularity, jobs, bursts. The same seed gives the same traffic to every policy.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench import scale as measuring
     from draftwood.bench.records import open_writer
     from draftwood.bench.scale_trace import TracePlan
@@ -58,7 +58,7 @@ def scale(
                 points.append(measuring.measure(plan, name, trace, ended(name)))
                 writer.write(points[-1].to_json())
     if as_json:
-        cli._print_json([point.to_json() for point in points])
+        print_json([point.to_json() for point in points])
     else:
         console().print(scale_table(points))
 
@@ -97,10 +97,8 @@ def _progress(
     num_requests: int, policies: list[str]
 ) -> Iterator[Callable[[str], Callable[[], None]]]:
     """Gives what is to be called after each request of a policy; a bar while that is a terminal."""
-    from draftwood.bench.cli import _progress as bar
-
     step = max(1, num_requests // _STEPS)
-    with bar(len(policies) * (num_requests // step)) as watch:
+    with progress_bar(len(policies) * (num_requests // step)) as watch:
 
         def ended(policy: str) -> Callable[[], None]:
             count = 0
