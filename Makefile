@@ -5,7 +5,7 @@
 #   make test    linters, types and tests; on CI, or as root, it installs the services they need
 #   make lint    linters and types only
 #   make format  rewrite the sources in the project's format
-#   make bench-check  are the numbers in README.md and docs/benchmarks.md those of their records?
+#   make bench-check  are the numbers in README.md and docs/ those of their records?
 #   make venv    the environment alone; then  .venv/bin/draftwood --help
 #   make clean   remove the environment and what tools left behind
 #
@@ -15,17 +15,18 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SERVERS ?= .venv-servers
 TORCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SERVICES := redis-server prometheus chromium chromedriver
+SERVICES := redis-server prometheus chromium chromedriver java systemd-analyze
 GET_SERVICES := apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-  redis-server prometheus chromium chromium-driver
+  redis-server prometheus chromium chromium-driver default-jre-headless systemd
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format venv services clean bench-check
+.PHONY: help demo test lint format venv services servers clean bench-check
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -34,7 +35,7 @@ demo: $(VENV)/.run
 	@$(BIN)/draftwood demo
 
 # On CI a service that is missing fails its tests; elsewhere they are skipped with a reason.
-test: lint services
+test: lint services servers
 	DRAFTWOOD_REQUIRE_SERVICES=$(CI) DRAFTWOOD_REQUIRE_BROWSER=$(CI) $(BIN)/pytest
 
 services:
@@ -43,6 +44,9 @@ services:
 	elif [ "$$(id -u)" = 0 ]; then $(GET_SERVICES); \
 	elif [ -n "$(CI)" ]; then sudo -n sh -c '$(GET_SERVICES)'; \
 	fi || true
+
+servers: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(SERVERS)/.made || echo "no TorchServe, no LitServe: see above"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -59,7 +63,7 @@ bench-check: $(VENV)/.run
 venv: $(VENV)/.run
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(SERVERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -81,4 +85,13 @@ $(VENV)/.run: $(VENV)/.torch requirements.txt pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+# TorchServe and LitServe bring packages that change how our own server runs (uvloop): an
+# environment of their own, which finds PyTorch and the rest in ours.
+$(SERVERS)/.made: $(VENV)/.dev requirements-servers.txt
+	$(BIN)/python -m venv --clear $(SERVERS)
+	$(SERVERS)/bin/python -m pip --disable-pip-version-check install --no-deps -r requirements-servers.txt
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(SERVERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-shared.pth"
 	@touch $@

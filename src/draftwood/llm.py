@@ -80,9 +80,11 @@ class LLM:
 
     Attributes:
         checkpoints: saves running requests; None without `checkpoint`.
+        draft_match: as given.
     """
 
     checkpoints: CheckpointWriter | None = None
+    draft_match: Match = "auto"
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class LLM:
         drafter = drafter_choice(drafter, draft)
         if draft_match not in get_args(Match):
             raise ConfigError(f"draft_match is {draft_match!r}: use auto, tokens or text")
+        self.draft_match = draft_match
         placement = Placement(device_of(device), dtype_of(dtype), quantization, max_model_len)
         self.config = with_given(
             config or EngineConfig(debug_kv=bool(os.environ.get("DRAFTWOOD_DEBUG_KV"))),
@@ -134,9 +137,7 @@ class LLM:
             maker = Maker.of(self.model.spec, self._draft_identity)
             self.checkpoints = CheckpointWriter(checkpoint, maker, every_s=checkpoint_every_s)
         self._drafter: Callable[[], Drafter] = (
-            partial(self.make_drafter, drafter, draft_match)
-            if isinstance(drafter, str)
-            else lambda: drafter
+            partial(self.make_drafter, drafter) if isinstance(drafter, str) else lambda: drafter
         )
         self._start()
 
@@ -159,12 +160,12 @@ class LLM:
         gc.collect()
         self._start()
 
-    def make_drafter(self, name: str, match: Match = "auto") -> Drafter:
+    def make_drafter(self, name: str, match: Match | None = None) -> Drafter:
         """A fresh drafter for `make_engine`.
 
         Args:
             name: "auto", "model" or another registered name.
-            match: see `draft_match` of the class.
+            match: see `draft_match` of the class, which None takes.
 
         Raises:
             ConfigError: there is no such drafter, or it needs a draft model and there is none.
@@ -183,20 +184,21 @@ class LLM:
                 else ModelDrafter(source.model, source.pool, source.num_tokens)
             )
         pool = self._blocks(self.draft_model.spec.kv, None, _more(self.pool.num_blocks))
-        foreign = ForeignDrafter(self.draft_model, pool, self.vocabulary, match)
+        foreign = ForeignDrafter(self.draft_model, pool, self.vocabulary, match or self.draft_match)
         return FusedDrafter(foreign) if name == "auto" else foreign
 
-    def make_engine(self, drafter: Drafter) -> Engine:
+    def make_engine(self, drafter: Drafter, config: EngineConfig | None = None) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.
 
         Close it when it is done: until then its cached prefixes take memory from the others.
+        `config` stands in the place of the LLM's own; what it says of KV memory is not looked at.
         """
         return Engine(
             self.model,
             self.tokenizer,
             drafter,
             self.pool,
-            self.config,
+            config or self.config,
             self.tiers,
             self._grammars,
         )

@@ -143,22 +143,49 @@ def test_what_is_not_looked_at(folder: Path) -> None:
 ```
 
 <!-- no record -->
-| | elsewhere |
+| | elsewhere, ms |
 |---|---|
 | 1 | 77 |
 
 ## Another heading, with 77
 
-No record here: 77.
+No record here: 77 of 80, `77 ms`, 95 % and 8 MiB.
 """
     assert faults(folder, text) == []
     assert len(faults(folder, text.replace("<!-- no record -->\n", ""))) >= 1
 
 
+@pytest.mark.parametrize(
+    "text", ["12 ms", "1.5x", "1.5 times", "92 tokens/s", "some 9 tokens a second"]
+)
+def test_what_is_measured_needs_a_record(folder: Path, text: str) -> None:
+    [fault] = faults(folder, f"# Title\n\nOne says:\nthat takes {text} here.\n")
+    assert fault.startswith("4: ")
+    assert fault.endswith("is measured and names no record")
+
+
+def test_a_base_and_a_part_are_looked_at(folder: Path) -> None:
+    text = "Record: `compare.jsonl`.\n\n| | over `plain` | the target's part |\n|---|---|---|\n"
+    assert faults(folder, text + "| `auto` | 2.00 | TARGET % |\n") == []
+    [fault] = faults(folder, text + "| `auto` | 2.00 | 10 % |\n")
+    assert "10 % (row 'auto', column 'the target's part')" in fault
+
+
+def test_a_longer_name_is_not_its_beginning(folder: Path) -> None:
+    """Contenders are called "llama.cpp" and "llama.cpp draft": the row names one of them."""
+    rows = [{**r, "contender": r["contender"].replace("auto", "plain two")} for r in runs()]
+    write(folder / "names.jsonl", [fingerprint("compare", params=PARAMS), *rows])
+    text = "Record: `names.jsonl`.\n\n| | over plain |\n|---|---|\n| plain two | {} |\n"
+    assert faults(folder, text.format("2.00")) == []
+    assert len(faults(folder, text.format("1.00"))) == 1
+
+
 def test_a_table_without_a_record_and_a_record_that_is_gone(folder: Path) -> None:
-    assert faults(folder, "| a | b |\n|---|---|\n| x | 7 |\n") == [
-        "3: the table has numbers and names no record"
-    ]
+    for title, cell in (("b", "7 ms"), ("b", "7.0x"), ("tokens/s", "7"), ("times faster", "7")):
+        assert faults(folder, f"| a | {title} |\n|---|---|\n| x | {cell} |\n") == [
+            "3: the table has measurements and names no record"
+        ]
+    assert faults(folder, "| a | limit |\n|---|---|\n| x | 7 |\n") == []
     [fault] = faults(folder, "Record: `gone.jsonl`, 7.\n")
     assert "gone.jsonl cannot be read" in fault
 

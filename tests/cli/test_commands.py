@@ -103,6 +103,45 @@ def test_a_draft_of_another_vocabulary_gives_the_same_text(
     assert plain.out.strip()
 
 
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_how_the_draft_is_matched_and_stored_changes_no_text(
+    call: Call, tiny: str, other_vocabulary: str, match: str
+) -> None:
+    """--show-tree tells how it was matched: only text has tokens that are the last of a path."""
+    plain = call("generate", tiny, "the dog", "--no-speculation")
+    draft = ("--draft", other_vocabulary, "--draft-match", match, "--drafter", "model")
+    drafted = call("generate", tiny, "the dog", *draft, "--draft-quantization", "none")
+    assert (drafted.code, drafted.out) == (0, plain.out)
+    shown = call("generate", tiny, "the dog", *draft, "--show-tree", "--max-tokens", "12")
+    assert ("last" in shown.err) == (match == "text")
+
+
+def test_draft_depth_and_one_prompts_own_limits(call: Call, tiny: str, tmp_path: Path) -> None:
+    """A limit for all on the command line; a prompt of a file may have another."""
+    limits: list[dict[str, object]] = [{}, {"max_draft_depth": 1}, {"speculation": False}]
+    lines = [json.dumps({"prompt": "the dog", "params": limit}) for limit in limits]
+    (tmp_path / "job.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ("--draft", tiny, "--drafter", "model", "--draft-depth", "3", "--json")
+    answer = call("generate", tiny, "--prompt-file", str(tmp_path / "job.jsonl"), *options)
+    outputs = answer.json["outputs"]
+    assert len({one["text"] for one in outputs}) == 1
+    accepted = [one["accepted_per_position"] for one in outputs]
+    assert [len(one) for one in accepted] == [3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "option", ["--repetition-penalty=1.5", "--presence-penalty=2", "--frequency-penalty=1.5"]
+)
+def test_penalties_change_the_text_and_speculation_does_not(
+    call: Call, tiny: str, option: str
+) -> None:
+    free = call("generate", tiny, "the dog the dog")
+    one = call("generate", tiny, "the dog the dog", option)
+    other = call("generate", tiny, "the dog the dog", option, "--no-speculation")
+    assert one.code == 0, one.err
+    assert one.out == other.out != free.out
+
+
 def test_the_tree_goes_to_stderr_with_the_accepted_path_marked(call: Call, tiny: str) -> None:
     """A model that drafts for itself is always right, so every round has a path."""
     plain = call("generate", tiny, "the")

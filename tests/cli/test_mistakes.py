@@ -37,6 +37,12 @@ from tests.cli.conftest import Call
         (["--device", "tpu"], ["device is 'tpu'"]),
         (["--dtype", "float8"], ["dtype is 'float8'"]),
         (["--quantization", "int2"], ["quantization is 'int2'"]),
+        (["--draft-match", "words"], ["--draft-match", "'words'", "tokens"]),
+        (["--draft", "smollm2-135m", "--draft-match", ""], ["--draft-match"]),
+        (["--draft-depth", "-1"], ["--draft-depth", "0"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty is 0.0", "above 0"]),
+        (["--presence-penalty", "3"], ["presence_penalty is 3.0"]),
+        (["--frequency-penalty", "nan"], ["frequency_penalty is nan"]),
         (["--max-model-len", "100000"], ["max_model_len is 100000", "256"]),
         (["--prompt-file", "nowhere.txt"], ["use one of them"]),
         (["--no-such-option"], ["--no-such-option"]),
@@ -56,6 +62,11 @@ def test_a_wrong_option_is_one_line(
     call: Call, tiny: str, arguments: list[str], words: list[str]
 ) -> None:
     call("generate", tiny, "the", *arguments).assert_mistake(*words)
+
+
+def test_a_wrong_form_of_the_draft_is_one_line(call: Call, tiny: str) -> None:
+    wrong = call("generate", tiny, "the", "--draft", tiny, "--draft-quantization", "int2")
+    wrong.assert_mistake("quantization is 'int2'")
 
 
 def test_an_unknown_command_is_one_line(call: Call) -> None:

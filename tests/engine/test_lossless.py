@@ -278,6 +278,25 @@ def test_a_request_may_cap_its_trees() -> None:
     assert list(most.values()) == [0, 1, 3, 8]
 
 
+def test_a_request_may_cap_how_deep_its_trees_are() -> None:
+    """`max_draft_depth` likewise; 0 drafts nothing."""
+    most: dict[str, int] = {}
+
+    class Watch:
+        def on_round(self, round_: Round) -> None:
+            for request_id, outcome in zip(round_.request_ids, round_.outcomes, strict=True):
+                most[request_id] = max(most.get(request_id, 0), max(outcome.tree.depths))
+
+    llm = build("self", PARAMS["greedy"], max_tree_nodes=12)
+    llm.engine.observers.append(Watch())
+    params = [PARAMS["greedy"].but(max_draft_depth=depth) for depth in (0, 1, 3, None)]
+    texts = llm.run(PROMPTS, params)
+    assert texts == [plain(p, PARAMS["greedy"]) for p in PROMPTS]
+    *capped, free = most.values()
+    assert capped == [0, 1, 3]
+    assert free > 3
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("drafter", ["none", "bushy", "auto", "model", "self"])
 def test_outputs_that_share_a_prompt_are_those_of_their_seeds(

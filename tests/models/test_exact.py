@@ -20,6 +20,7 @@ from draftwood.models.formats import Bits, file_name
 from draftwood.models.hf import HFModel
 from draftwood.models.quantised import QuantisedModel
 from draftwood.models.quantised_convert import pack_checkpoint
+from draftwood.models.row_exact import make_row_exact
 from draftwood.sampling import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
@@ -125,6 +126,57 @@ def test_float32_is_exact_bit_for_bit(arch: str) -> None:
     assert ops.available(), "the CPU kernels cannot be built here"
     module = make_module(arch)
     check_exactness(HFModel(module))
+
+
+WIDTH = {"hidden_size": 64}
+HEADS = {**WIDTH, "head_dim": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": WIDTH,
+    "gemma3": {**HEADS, "query_pre_attn_scalar": 16},
+    "opt": {**WIDTH, "word_embed_proj_dim": 64},
+    "neox": WIDTH,
+    "cohere": WIDTH,
+    "cohere2": WIDTH,
+    "olmo2": WIDTH,
+    "starcoder2": WIDTH,
+    "gptj": {"n_embd": 64, "rotary_dim": 8},
+    "granite": WIDTH,
+}
+
+
+@pytest.mark.parametrize("arch", DENSE)
+def test_odd_widths_are_exact_too(arch: str) -> None:
+    """The layers between are 48 wide, where PyTorch's own SiLU depends on the number of rows."""
+    check_exactness(HFModel(tiny.make_module(arch, vocab_size=96, **DENSE[arch])))
+
+
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "quick_gelu", "sigmoid"])
+@pytest.mark.parametrize(("threads", "width"), [(1, 48), (3, 4864), (7, 1536), (16, 8960)])
+def test_activations_do_not_depend_on_rows_or_threads(name: str, threads: int, width: int) -> None:
+    """A thread's share ends somewhere: those elements must not be computed in another way."""
+    module = torch.nn.Sequential(tf.activations.ACT2FN[name])
+    x = torch.randn(40, width, generator=torch.Generator().manual_seed(3)) * 3
+    theirs = module(x)
+    assert make_row_exact(module) == 1
+    alone = torch.stack([module(row.clone()) for row in x])
+    torch.testing.assert_close(alone, theirs, atol=1e-6, rtol=1e-5)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for n in (2, 3, 5, 8, 11, 16, 24, 33, 40):
+            assert torch.equal(module(x[:n].clone()), alone[:n])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_activations_at_the_ends_of_their_range() -> None:
+    """No NaN where exp overflows."""
+    x = torch.tensor([-1e30, -200.0, -1e-30, 0.0, 1e-30, 200.0, 1e30])
+    for name in ("silu", "gelu_pytorch_tanh", "quick_gelu", "sigmoid"):
+        module = torch.nn.Sequential(tf.activations.ACT2FN[name])
+        theirs = module(x)
+        make_row_exact(module)
+        torch.testing.assert_close(module(x), theirs)
 
 
 @pytest.mark.parametrize("arch", CONFIGS)

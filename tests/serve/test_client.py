@@ -82,6 +82,7 @@ def test_the_text_does_not_depend_on_speculation(client: openai.OpenAI) -> None:
         return client.completions.create(model=MODEL, extra_body=extra, **asked).choices[0].text
 
     texts = {text(), text(speculation=False), text(max_tree_nodes=1), text(priority=3)}
+    texts.add(text(max_draft_depth=1))
     assert len(texts) == 1
 
 

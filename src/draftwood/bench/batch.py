@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from draftwood.bench.contenders import PLAIN
+from draftwood.bench.together import run_together
 from draftwood.engine.engine import Engine
 from draftwood.errors import ConfigError
 from draftwood.llm import LLM
@@ -85,7 +85,7 @@ def measure(
     }
     try:
         for engine in engines.values():
-            _generate(engine, [prompts[0][:16]], params.but(max_tokens=4))
+            run_together(engine, [prompts[0][:16]], params.but(max_tokens=4))
         runs, at = [], 0
         for concurrency in concurrencies:
             for group in range(groups):
@@ -104,7 +104,7 @@ def _take_turns(
     engines: dict[str, Engine], prompts: Sequence[Sequence[int]], group: int, params: SamplingParams
 ) -> list[BatchRun]:
     names = list(engines) if group % 2 == 0 else list(engines)[::-1]
-    results = {name: _generate(engines[name], prompts, params) for name in names}
+    results = {name: run_together(engines[name], prompts, params) for name in names}
     plain = results[PLAIN].texts
     return [
         BatchRun(
@@ -119,32 +119,6 @@ def _take_turns(
         )
         for name, result in results.items()
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    texts: list[list[int]]
-    total_s: float
-    decode_s: float
-    decode_tokens: int
-
-
-def _generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> _Result:
-    begin = perf_counter()
-    seqs = [engine.add(prompt, params) for prompt in prompts]
-    started, early = begin, 0
-    try:
-        while not all(seq.finished for seq in seqs):
-            engine.step()
-            if started == begin and all(seq.output_ids for seq in seqs):
-                started, early = perf_counter(), sum(len(seq.output_ids) for seq in seqs)
-    finally:
-        end = perf_counter()
-        for seq in seqs:
-            engine.abort(seq)
-        engine.prefix.clear()  # the engines share one pool, and no prompt may be found there
-    texts = [seq.output_ids for seq in seqs]
-    return _Result(texts, end - begin, end - started, sum(map(len, texts)) - early)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ The rule, in Markdown, under each heading by itself:
 - Every number in a table, and in prose beside a record, must then be one that can be worked out
   from that record, at the precision it is printed with. In a table it must also be of what its row
   and column name: a contender, a kind, a context, a number of rows, "worst", "over plain".
-- A table with numbers and no record is a mistake.
+- What is measured and names no record is a mistake, in prose and in tables: a number of tokens a
+  second, of milliseconds, or one that says how many times.
 - `<!-- no record -->` on the line above a table or paragraph exempts it.
 
 Code, headings, and numbers that are part of a word ("135M", "8-bit") are not looked at.
@@ -21,8 +22,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from draftwood.bench import derived as names
-from draftwood.bench.derived import Derived, derived, totals
+from draftwood.bench import quoted as names
+from draftwood.bench.derived import derived, totals
+from draftwood.bench.quoted import Derived
 from draftwood.bench.record_file import RecordFile, load_record
 from draftwood.errors import ConfigError
 
@@ -42,7 +44,10 @@ _STATISTICS = {
     "median": "median",
     "mean": "mean",
 }
-_OVER = re.compile(r"(?:over|x|times)\s+(?:our |the )?`?([\w-]+)")
+_OVER = re.compile(r"(?:over|x|times)\s+(?:our |the )?(?:`([^`]+)`|([\w-]+))")
+_UNITS = r"ms|tokens?/s|tokens a second|x|\u00d7|times"
+_MEASURED = re.compile(rf"(?<![\w.,/:-])\d[\d,.]*\s?(?:{_UNITS})(?![\w-])")
+_MEASURING = re.compile(rf"(?<![\w-])(?:{_UNITS})(?![\w-])")
 # The first column's title to what its cells are numbers of.
 _COUNTED = {"rows": names.ROWS, "at once": names.AT_ONCE, "requests": names.AT_ONCE}
 
@@ -175,6 +180,8 @@ def _check_section(blocks: Sequence[Block], records: Records) -> Iterator[Fault]
                 yield from _check_table(Table(block), named, records)
             elif named:
                 yield from _check_prose(block, named, records)
+            else:
+                yield from _check_unnamed(block)
         except ConfigError as error:
             yield Fault(block.line, str(error))
 
@@ -200,6 +207,13 @@ def _check_prose(block: Block, named: Sequence[str], records: Records) -> Iterat
             yield Fault(block.line + i, f"{text} is not in {', '.join(named)}")
 
 
+def _check_unnamed(block: Block) -> Iterator[Fault]:
+    """Prose under a heading that names no record: nothing in it is measured."""
+    for i, line in enumerate(block.lines):
+        for match in _MEASURED.finditer(re.sub(r"`[^`]*`", " ", line)):
+            yield Fault(block.line + i, f"{match[0].strip()} is measured and names no record")
+
+
 def _check_table(table: Table, named: Sequence[str], records: Records) -> Iterator[Fault]:
     column = table.record_column
     for line, row in table.rows:
@@ -207,8 +221,8 @@ def _check_table(table: Table, named: Sequence[str], records: Records) -> Iterat
         cells = [cell for i, cell in enumerate(row) if i != column]
         titles = [title for i, title in enumerate(table.titles) if i != column]
         if not own:
-            if any(_numbers(cell) for cell in cells[1:]):
-                yield Fault(line, "the table has numbers and names no record")
+            if _is_measured(titles, cells):
+                yield Fault(line, "the table has measurements and names no record")
                 return
             continue
         numbers = records.numbers(own)
@@ -219,6 +233,14 @@ def _check_table(table: Table, named: Sequence[str], records: Records) -> Iterat
                 yield Fault(line, f"{text} ({where}) is not in {', '.join(own)}")
 
 
+def _is_measured(titles: Sequence[str], cells: Sequence[str]) -> bool:
+    """Whether a row has a number with a unit, in its cell or in the title above."""
+    return any(
+        _MEASURED.search(cell) or (_numbers(cell) and _MEASURING.search(title))
+        for title, cell in list(zip(titles, cells, strict=False))[1:]
+    )
+
+
 def _wanted(first: str, label: str, title: str, numbers: Sequence[Derived]) -> Wanted:
     """What a cell's number must be of, by its row's label and its column's title."""
     wanted: dict[str, frozenset[str]] = {}
@@ -226,11 +248,14 @@ def _wanted(first: str, label: str, title: str, numbers: Sequence[Derived]) -> W
     for number in numbers:
         for dimension, value in number.of.items():
             known.setdefault(dimension, set()).add(value)
-    for dimension in (names.CONTENDER, names.KIND, names.TIER, names.TEXT):
+    for dimension in (names.CONTENDER, names.KIND, names.TIER, names.TEXT, names.PART):
         values = known.get(dimension, set())
         mentioned = _mentioned(label, values) or _mentioned(_OVER.sub("", title), values)
         wanted[dimension] = mentioned
-    wanted[names.BASE] = frozenset(_OVER.findall(title)) & known.get(names.BASE, set())
+    over = frozenset(match[1] or match[2] for match in _OVER.finditer(title))
+    wanted[names.BASE] = over & known.get(names.BASE, set())
+    for dimension in (names.SHARE, names.MEASURE, names.QUANTILE):
+        wanted[dimension] = _mentioned(title, known.get(dimension, set()))
     if known.get(names.STATISTIC):
         words = re.findall(r"\w+", title.lower())
         wanted[names.STATISTIC] = frozenset(_STATISTICS[w] for w in words if w in _STATISTICS)
@@ -244,8 +269,9 @@ def _wanted(first: str, label: str, title: str, numbers: Sequence[Derived]) -> W
 
 
 def _mentioned(text: str, values: Iterable[str]) -> frozenset[str]:
-    """The values that stand in a text as words of their own."""
-    return frozenset(v for v in values if re.search(rf"(?<![\w-]){re.escape(v)}(?![\w-])", text))
+    """The values that stand in a text as words of their own, and not as part of a longer one."""
+    found = {v for v in values if re.search(rf"(?<![\w-]){re.escape(v)}(?![\w-])", text)}
+    return frozenset(v for v in found if not any(v != other and v in other for other in found))
 
 
 def _missing(text: str, numbers: Sequence[Derived], wanted: Wanted, *, whole: bool) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 def check(
     documents: Annotated[
         list[Path] | None,
-        typer.Argument(help="Markdown files.", show_default="README.md docs/benchmarks.md"),
+        typer.Argument(help="Markdown files.", show_default="README.md docs/*.md"),
     ] = None,
     records: Annotated[Path, typer.Option(help="The folder of records.")] = Path(
         "benchmarks/records"
@@ -24,7 +24,7 @@ def check(
     from draftwood.bench.check import Records, check_document
 
     folder = Records(records)
-    paths = documents or [Path("README.md"), Path("docs/benchmarks.md")]
+    paths = documents or [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
     faults = [(path, fault) for path in paths for fault in check_document(path, folder)]
     for path, fault in faults:
         print(f"{path}:{fault.line}: {fault.message}")

@@ -11,9 +11,10 @@ Four forms are read, told apart by their content:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ def spread(prompts: Sequence[BenchPrompt], limit: int) -> list[BenchPrompt]:
     turns = [group[i] for i in range(depth) for group in by_kind.values() if i < len(group)]
     taken = {prompt.id for prompt in turns[:limit]}
     return [prompt for prompt in prompts if prompt.id in taken]
+
+
+def digest(prompts: Sequence[BenchPrompt]) -> str:
+    """Tells prompts apart by what they say, wherever their file lies."""
+    return hashlib.sha256(repr([asdict(one) for one in prompts]).encode()).hexdigest()
 
 
 def _read(path: Path | None) -> tuple[str, str]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draftwood.bench.options import AsJson
+from draftwood.bench.output import print_json
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -24,13 +27,12 @@ def diff(
     tolerance: Annotated[
         float, typer.Option(help="So much slower is still equal.", min=0.0, max=0.9)
     ] = 0.02,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two records prompt by prompt; exit 1 if something became slower beyond chance.
 
     Shown are medians and the median ratio with its 95 % bootstrap interval, by contender and kind. A line is a regression when its whole interval lies below 1 by more than the tolerance; with fewer than three prompts there is no interval and no verdict.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench.record_file import load_record
     from draftwood.bench.regression import compare_records, differences
     from draftwood.bench.tables import console
@@ -38,7 +40,7 @@ def diff(
     old, new = load_record(before), load_record(after)
     changes = compare_records(old, new, to_plain=ratios, tolerance=tolerance)
     if as_json:
-        cli._print_json([change.to_json() for change in changes])
+        print_json([change.to_json() for change in changes])
     else:
         for line in differences(old, new):
             print(line)

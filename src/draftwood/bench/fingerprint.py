@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import draftwood
 from draftwood.models.base import ModelSpec
+
+if TYPE_CHECKING:
+    from draftwood.llm import LLM
 
 _FLAGS = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
@@ -50,6 +54,25 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "quantization": spec.quantization,
         "device": str(spec.device),
+    }
+
+
+def head_line(llm: LLM, command: str, **facts: Any) -> dict[str, Any]:
+    """The `fingerprint` line that begins a record.
+
+    Args:
+        llm: what is measured.
+        command: of `draftwood bench`.
+        facts: what else the numbers depend on.
+    """
+    return {
+        "type": "fingerprint",
+        "command": command,
+        "model": model_facts(llm.model.spec),
+        "draft_model": model_facts(llm.draft_model.spec) if llm.draft_model else None,
+        "config": asdict(llm.config),
+        **facts,
+        "environment": environment(),
     }
 
 

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
+from draftwood.bench.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    Out,
+    Quantization,
+    Threads,
+    load_llm,
+    use_threads,
+)
+from draftwood.bench.output import print_json
 from draftwood.errors import ConfigError
 
 
@@ -30,23 +41,23 @@ def kv(
     device: Device = None,
     threads: Threads = None,
     out: Out = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the time to the first token of a prefix: computed, from RAM, disk and Redis.
 
     Files are pushed out of the system's memory before they are read, where the system can do that. The floor is the time that reading the same bytes takes alone.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench import kv as measuring
+    from draftwood.bench.fingerprint import head_line
     from draftwood.bench.records import open_writer
     from draftwood.bench.tables import console, kv_table
 
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"disk is {str(disk)!r}, which is no folder: name one that is there")
-    cli._set_threads(threads)
+    use_threads(threads)
     with open_writer(out) as writer:
-        llm = cli._load(model, dtype=dtype, device=device, quantization=quantization)
-        writer.write(cli._fingerprint(llm, "kv", repeats=repeats, num_tokens=tokens))
+        llm = load_llm(model, dtype=dtype, device=device, quantization=quantization)
+        writer.write(head_line(llm, "kv", repeats=repeats, num_tokens=tokens))
         points, missing = measuring.measure(
             llm,
             tokens,
@@ -56,7 +67,7 @@ def kv(
             redis=redis,
         )
     if as_json:
-        cli._print_json([point.to_json() for point in points])
+        print_json([point.to_json() for point in points])
         return
     console().print(kv_table(points))
     for line in missing:

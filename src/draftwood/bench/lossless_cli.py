@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
-
-if TYPE_CHECKING:
-    from draftwood.sampling import SamplingParams
+from draftwood.bench.options import (
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    Model,
+    Out,
+    Quantization,
+    Threads,
+    drafter_list,
+    load_llm,
+    numbers,
+    use_threads,
+)
+from draftwood.bench.output import print_json, progress_bar
 
 
 def lossless(
     model: Model,
-    draft: Annotated[
-        str | None, typer.Option(help="A smaller model for the drafters auto and model.")
-    ] = None,
+    draft: Draft = None,
     drafters: Annotated[
         str | None,
         typer.Option(
@@ -49,27 +58,31 @@ def lossless(
     device: Device = None,
     threads: Threads = None,
     out: Out = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare each text with that of plain decoding, token by token, over many prompts.
 
     Exits with 1 when one differs; --out says where, and how close the target's two best tokens were there.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench import lossless as measuring
     from draftwood.bench.data import load_prompts
+    from draftwood.bench.fingerprint import head_line
     from draftwood.bench.records import open_writer
     from draftwood.bench.tables import console, lossless_table
     from draftwood.config import EngineConfig
+    from draftwood.sampling import SamplingParams
 
-    cli._set_threads(threads)
-    names = [name for name in cli._drafter_names(drafters, draft) if name != "none"]
-    settings = _settings(temperatures, max_tokens, seed)
+    use_threads(threads)
+    names = [name for name in drafter_list(drafters, draft) if name != "none"]
+    settings = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for temperature in numbers("temperatures", temperatures, 0)
+    ]
     files: list[Path | None] = [*data] if data else [None]
     prompts = [prompt for path in files for prompt in load_prompts(path, limit)]
     config = EngineConfig(adaptive=adaptive, max_tree_nodes=max_tree_nodes, max_num_seqs=together)
     with open_writer(out) as writer:
-        llm = cli._load(
+        llm = load_llm(
             model, draft=draft, dtype=dtype, device=device, quantization=quantization, config=config
         )
         facts = {
@@ -81,8 +94,8 @@ def lossless(
             "drafters": names,
             "together": together,
         }
-        writer.write(cli._fingerprint(llm, "lossless", **facts))
-        with cli._progress(len(prompts) * len(names) * len(settings)) as watch:
+        writer.write(head_line(llm, "lossless", **facts))
+        with progress_bar(len(prompts) * len(names) * len(settings)) as watch:
 
             def on_text(text: measuring.ComparedText) -> None:
                 watch(text.prompt, text.drafter)
@@ -93,22 +106,8 @@ def lossless(
         for line in lines:
             writer.write(line.to_json())
     if as_json:
-        cli._print_json([line.to_json() for line in lines])
+        print_json([line.to_json() for line in lines])
     else:
         console().print(lossless_table(lines))
     if any(line.num_different for line in lines):
         raise typer.Exit(1)
-
-
-def _settings(temperatures: str, max_tokens: int, seed: int) -> list[SamplingParams]:
-    """Parameters for each temperature of a comma-separated list."""
-    from draftwood.errors import ConfigError
-    from draftwood.sampling import SamplingParams
-
-    try:
-        numbers = [float(part) for part in temperatures.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"temperatures is {temperatures!r}: give numbers, like 0,0.8") from error
-    return [
-        SamplingParams(max_tokens=max_tokens, temperature=number, seed=seed) for number in numbers
-    ]

@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwood.bench.options import Device, Dtype, Model, Quantization, Threads
+from draftwood.bench.options import (
+    AsJson,
+    Data,
+    Device,
+    Draft,
+    Dtype,
+    Limit,
+    Model,
+    Quantization,
+    Threads,
+    drafter_list,
+    load_llm,
+    use_threads,
+)
+from draftwood.bench.output import print_json
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,22 +42,17 @@ def mlperf(
     out: Annotated[Path, typer.Option(help="A folder for LoadGen's logs and record.jsonl.")] = Path(
         "mlperf"
     ),
-    draft: Annotated[
-        str | None, typer.Option(help="A smaller model for the drafters auto and model.")
-    ] = None,
+    draft: Draft = None,
     drafters: Annotated[str, typer.Option(help="Comma-separated.")] = "none,auto",
     scenarios: Annotated[
         str, typer.Option(help="Comma-separated.")
     ] = "Offline,SingleStream,Server",
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = "performance,accuracy",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Prompts, as for `bench compare`.", show_default="30 packaged prompts"),
-    ] = None,
+    data: Data = None,
     kind: Annotated[
         str | None, typer.Option(help="Only prompts of this kind, e.g. summarization.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
+    limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per sample.", min=2)] = 128,
     seconds: Annotated[
         float, typer.Option(help="Least duration of a run; MLPerf asks for 600.", min=0.1)
@@ -66,22 +75,21 @@ def mlperf(
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run MLPerf Inference's LoadGen over the engine, plain and speculative.
 
     Scenarios Offline, SingleStream and Server with token latencies; accuracy is ROUGE against plain decoding without LoadGen. The logs are the standard ones. This is the LoadGen harness, not an MLPerf result.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench.mlperf import MODES, SCENARIOS, loadgen
     from draftwood.bench.mlperf_run import Plan
     from draftwood.bench.tables import console
     from draftwood.sampling import SamplingParams
 
     loadgen()
-    cli._set_threads(threads)
+    use_threads(threads)
     plan = Plan(
-        drafters=list(dict.fromkeys(cli._drafter_names(drafters, draft))),
+        drafters=list(dict.fromkeys(drafter_list(drafters, draft))),
         scenarios=_chosen("scenarios", scenarios, SCENARIOS),
         modes=_chosen("modes", modes, MODES),
         rules=rules,
@@ -94,12 +102,12 @@ def mlperf(
     # A time per token after the first takes a second one.
     params = SamplingParams(max_tokens=max_tokens, min_tokens=2)
     prompts = _prompts(data, kind, limit)
-    llm = cli._load(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
+    llm = load_llm(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
     samples = _samples(llm, prompts, max_tokens)
     source = {"source": data.name if data else "packaged", "count": len(samples)}
     results = _run(llm, samples, params, plan, source)
     if as_json:
-        cli._print_json([result.to_json() for result in results])
+        print_json([result.to_json() for result in results])
     else:
         console().print(_tables(results))
 
@@ -112,7 +120,7 @@ def _run(
     source: Mapping[str, Any],
 ) -> list[Result]:
     """All results of a plan, each in the record as soon as it is there."""
-    from draftwood.bench import cli
+    from draftwood.bench.fingerprint import head_line
     from draftwood.bench.mlperf_run import run_plan
     from draftwood.bench.records import open_writer
 
@@ -120,7 +128,7 @@ def _run(
     facts = {"rules": plan.rules, "seconds": plan.seconds, "drafters": plan.drafters}
     results = []
     with open_writer(plan.out / "record.jsonl") as writer:
-        head = cli._fingerprint(llm, "mlperf", params=asdict(params), prompts=source, **facts)
+        head = head_line(llm, "mlperf", params=asdict(params), prompts=source, **facts)
         writer.write(head)
         with _status() as status:
             for result in run_plan(llm, samples, params, plan, status):

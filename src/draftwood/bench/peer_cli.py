@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwood.bench.options import Model, Out
+from draftwood.bench.options import (
+    AsJson,
+    Data,
+    Draft,
+    Limit,
+    Model,
+    Out,
+    drafter_list,
+    load_llm,
+    use_threads,
+)
+from draftwood.bench.output import print_json, progress_bar
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +62,7 @@ class _Others:
 
 def peers(
     model: Model,
-    draft: Annotated[str | None, typer.Option(help="A smaller model to draft with.")] = None,
+    draft: Draft = None,
     drafters: Annotated[
         str | None, typer.Option(help="Comma-separated.", show_default="auto; model with --draft")
     ] = None,
@@ -84,20 +95,17 @@ def peers(
     openvino_draft: Annotated[
         Path | None, typer.Option(help="A folder in OpenVINO's format: its draft model.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Prompts, as in bench compare.", show_default="packaged")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Prompts, spread over the kinds.")] = None,
+    data: Data = None,
+    limit: Limit = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per prompt.", min=1)] = 128,
     threads: _Threads = None,
     out: Out = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure other programs beside this one: llama.cpp, transformers, OpenVINO GenAI.
 
     All take turns at the same prompts, given as the same token ids, greedily. Shown are speeds, ratios to our plain decoding and to llama.cpp's best way, and whether each one's texts are those of its own plain decoding. None is needed: who is missing is named. Ctrl-C ends early and shows what was measured until then.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench.peer_llama_server import ended_by_signals
     from draftwood.bench.records import open_writer
 
@@ -117,7 +125,7 @@ def peers(
         openvino_draft=openvino_draft,
     )
     names = _names(drafters, draft)
-    cli._set_threads(threads)
+    use_threads(threads)
     with open_writer(out) as writer, ended_by_signals(), ExitStack() as stack:
         run, tasks = _prepare(others, names, data, limit, max_tokens, stack, writer)
         summary = _run(run, tasks, writer)
@@ -127,9 +135,7 @@ def peers(
 
 
 def _names(drafters: str | None, draft: str | None) -> list[str]:
-    from draftwood.bench import cli
-
-    names = cli._drafter_names(drafters or ("auto,model" if draft else "auto"), draft)
+    names = drafter_list(drafters or ("auto,model" if draft else "auto"), draft)
     if "oracle" in names:
         raise ConfigError("drafter 'oracle' measures the engine alone: it is for bench compare")
     return names
@@ -145,13 +151,13 @@ def _prepare(
     writer: Writer,
 ) -> tuple[PeerRun, list[Task]]:
     """Loads our model and gathers everybody; `stack` lets them go."""
-    from draftwood.bench import cli
     from draftwood.bench.data import load_prompts
+    from draftwood.bench.fingerprint import head_line
     from draftwood.bench.peers import Peer, PeerRun, make_tasks, our_peers
     from draftwood.sampling import SamplingParams
 
     prompts = load_prompts(data, limit)
-    llm = cli._load(others.model, draft=others.draft)
+    llm = load_llm(others.model, draft=others.draft)
     tasks, skipped = make_tasks(llm, prompts, max_tokens)
     run = PeerRun(llm, our_peers(llm, names), SamplingParams(max_tokens=max_tokens, temperature=0))
     run.skipped += skipped
@@ -167,7 +173,7 @@ def _prepare(
         "peers": {peer.name: {"system": peer.system, **peer.facts} for peer in run.peers},
         "absent": [one.to_json() for one in run.absent],
     }
-    writer.write(cli._fingerprint(llm, "peers", **facts))
+    writer.write(head_line(llm, "peers", **facts))
     return run, tasks
 
 
@@ -279,11 +285,9 @@ def _existing(option: str, path: Path) -> Path:
 
 
 def _run(run: PeerRun, tasks: Sequence[Task], writer: Writer) -> dict[str, Any]:
-    from draftwood.bench import cli
-
     for skip in run.skipped:
         writer.write({"type": "skip", **asdict(skip)})
-    with cli._progress(len(tasks) * len(run.peers)) as watch:
+    with progress_bar(len(tasks) * len(run.peers)) as watch:
         run.start(tasks, lambda record: writer.write(record.to_json()), watch)
     summary = run.summary()
     writer.write(summary)
@@ -298,11 +302,10 @@ def _waiting() -> Any:
 
 
 def _show(summary: dict[str, Any], as_json: bool) -> None:
-    from draftwood.bench import cli
     from draftwood.bench.peer_table import peer_tables
     from draftwood.bench.tables import console
 
     if as_json:
-        cli._print_json(summary)
+        print_json(summary)
     else:
         console().print(peer_tables(summary))

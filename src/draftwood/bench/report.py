@@ -172,6 +172,17 @@ _FIELDS = {
         "speedup": "x cold",
         "floor_s": "floor",
     },
+    "scale": {
+        "policy": "policy",
+        "hit_rate": "cached",
+        "possible_hit_rate": "possible",
+        "balance": "busiest over mean",
+        "ttft_p50_s": "first token p50, s",
+        "ttft_p99_s": "p99",
+        "latency_p50_s": "answer p50, s",
+        "latency_p99_s": "p99",
+        "decision_us": "decision, us",
+    },
     "quality": {
         "text": "text",
         "reference_perplexity": "float32",

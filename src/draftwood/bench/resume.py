@@ -51,10 +51,9 @@ def read_left(path: Path | None, fingerprint: Row, turns: Mapping[str, int]) -> 
     Raises:
         ConfigError: the file cannot be read, or is a record of something else.
     """
-    rows = _rows(path) if path is not None and path.exists() else []
+    rows = read_rows(path, fingerprint)
     if not rows:
         return Left([], [], frozenset())
-    _check_same(path, rows[0], fingerprint)
     names = {"plain" if name == "none" else name for name in ("none", *fingerprint["drafters"])}
     by_question: dict[str, list[Row]] = {}
     for row in rows:
@@ -67,9 +66,30 @@ def read_left(path: Path | None, fingerprint: Row, turns: Mapping[str, int]) -> 
     return Left([rows[0], *kept, *resumed], records, frozenset(whole))
 
 
+def read_rows(path: Path | None, fingerprint: Row) -> list[Row]:
+    """The lines of an earlier record of the same run, the fingerprint first; none where none is.
+
+    Args:
+        path: the record; None or a file that is not there starts afresh.
+        fingerprint: of the run that begins.
+
+    Raises:
+        ConfigError: the file cannot be read, or is a record of something else.
+    """
+    rows = _rows(path) if path is not None and path.exists() else []
+    if rows:
+        _check_same(path, rows[0], fingerprint)
+    return rows
+
+
 @contextmanager
-def open_resumed(path: Path | None, left: Left, fingerprint: Row) -> Iterator[Writer]:
-    """A writer behind what is left; the file is rewritten without what does not count.
+def open_resumed(path: Path | None, kept: Sequence[Row], fingerprint: Row) -> Iterator[Writer]:
+    """A writer behind what is kept; the file is rewritten without what does not count.
+
+    Args:
+        path: the record; None writes nothing.
+        kept: the lines of it that count, the fingerprint first; empty for a new record.
+        fingerprint: of the run that begins.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -84,9 +104,9 @@ def open_resumed(path: Path | None, left: Left, fingerprint: Row) -> Iterator[Wr
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     with file:
         writer = Writer(file)
-        for row in left.rows or [fingerprint]:
+        for row in kept or [fingerprint]:
             writer.write(row)
-        if left.rows:
+        if kept:
             writer.write({"type": "resumed", "environment": fingerprint["environment"]})
         os.replace(staged, path)
         yield writer
@@ -116,7 +136,7 @@ def _rows(path: Path) -> list[Row]:
 
 def _check_same(path: Path | None, old: Row, new: Row) -> None:
     for name in _FACTS:
-        if old.get(name) != _plain(new[name]):
+        if old.get(name) != _plain(new.get(name)):
             raise ConfigError(
                 f"{path} is the record of another run ({name} differs): give another --out, or"
                 " the arguments it was made with"

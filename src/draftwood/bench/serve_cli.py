@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwood.bench.options import Out
+from draftwood.bench.options import Out, whole_numbers
+from draftwood.bench.output import print_json
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,11 +75,10 @@ def serve(
     of either take turns; a URL is asked for both. --data with many prompts (Spec-Bench's) keeps
     drafters from meeting texts again.
     """
-    from draftwood.bench import cli
     from draftwood.bench.data import load_prompts
     from draftwood.bench.serve import LoadPlan
 
-    clients = tuple(cli._numbers("concurrency", concurrency, 1))
+    clients = tuple(whole_numbers("concurrency", concurrency, 1))
     prompts = load_prompts(data, limit)
     source = {"data": data.name if data else "packaged", "num_prompts": len(prompts)}
     if overhead:
@@ -105,7 +105,6 @@ def _load(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from draftwood.bench import cli
     from draftwood.bench.fingerprint import environment
     from draftwood.bench.records import open_writer
     from draftwood.bench.serve import measure
@@ -128,7 +127,7 @@ def _load(
         for line in lines:
             writer.write(line)
     if as_json:
-        cli._print_json(lines)
+        print_json(lines)
         return
     console().print(load_table(load))
 
@@ -145,7 +144,6 @@ def _overhead(
     """The measurement of `--overhead`."""
     if "://" in target:
         raise ConfigError("--overhead is for a MODEL: it generates in process, too")
-    from draftwood.bench import cli
     from draftwood.bench.fingerprint import environment, model_facts
     from draftwood.bench.records import open_writer
     from draftwood.bench.serve_overhead import measure
@@ -167,7 +165,7 @@ def _overhead(
         )
         writer.write(overhead.to_json())
     if as_json:
-        cli._print_json([overhead.to_json()])
+        print_json([overhead.to_json()])
         return
     console().print(overhead_table(overhead))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwood.bench.options import Device, Dtype, Model, Quantization, Threads
+from draftwood.bench.options import (
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    Model,
+    Quantization,
+    Seed,
+    Temperature,
+    Threads,
+    drafter_list,
+    load_llm,
+    use_threads,
+)
+from draftwood.bench.output import print_json, progress_bar
 
 if TYPE_CHECKING:
     from draftwood.bench.compare import Comparison, Skip
@@ -24,9 +37,7 @@ def spec(
     data: Annotated[
         Path, typer.Option(help="Spec-Bench's question.jsonl, or a part.", show_default=False)
     ],
-    draft: Annotated[
-        str | None, typer.Option(help="A smaller model for the drafters auto and model.")
-    ] = None,
+    draft: Draft = None,
     drafters: Annotated[
         str, typer.Option(help="Comma-separated; as for `bench compare`.")
     ] = "none,lookup,auto",
@@ -34,8 +45,8 @@ def spec(
     max_tokens: Annotated[
         int, typer.Option(help="Most tokens per turn; Spec-Bench takes 1024.", min=1)
     ] = 1024,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the noise, when sampled.")] = 0,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
@@ -43,35 +54,35 @@ def spec(
     out: Annotated[
         Path | None, typer.Option(help="Write JSON lines to this file; go on from what it holds.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run Spec-Bench: speed-up over plain decoding and mean accepted tokens, by group.
 
     A later turn's prompt holds the model's own first answer. A run that was killed goes on where it stopped when it is started again with the same --out, and no question is run twice.
     """  # noqa: E501
-    from draftwood.bench import cli
     from draftwood.bench.compare import make_comparison
-    from draftwood.bench.data import load_prompts, spread
+    from draftwood.bench.data import digest, load_prompts, spread
+    from draftwood.bench.fingerprint import head_line
     from draftwood.bench.resume import open_resumed, read_left
     from draftwood.bench.spec import in_groups
     from draftwood.bench.tables import console
     from draftwood.sampling import SamplingParams
 
-    cli._set_threads(threads)
+    use_threads(threads)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    names = cli._drafter_names(drafters, draft)
+    names = drafter_list(drafters, draft)
     everything = in_groups(load_prompts(data))
     questions = everything if limit is None else spread(everything, limit)
-    llm = cli._load(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
-    facts = {"params": asdict(params), "drafters": names, "data": _digest(everything)}
+    llm = load_llm(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
+    facts = {"params": asdict(params), "drafters": names, "data": digest(everything)}
     source = {"source": data.name, "count": len(questions)}
-    fingerprint = cli._fingerprint(llm, "spec", **facts, prompts=source)
+    fingerprint = head_line(llm, "spec", **facts, prompts=source)
     left = read_left(out, fingerprint, {one.id: len(one.turns) for one in everything})
     comparison = make_comparison(llm, model, names, params, transformers=False)
-    with open_resumed(out, left, fingerprint) as writer:
+    with open_resumed(out, left.rows, fingerprint) as writer:
         summary = _run(comparison, questions, left, writer)
     if as_json:
-        cli._print_json(summary)
+        print_json(summary)
     else:
         from draftwood.bench.spec_table import spec_tables
 
@@ -80,15 +91,9 @@ def spec(
         raise typer.Exit(130)
 
 
-def _digest(questions: Sequence[BenchPrompt]) -> str:
-    """Tells data apart by what it says, wherever the file lies."""
-    return hashlib.sha256(repr([asdict(one) for one in questions]).encode()).hexdigest()
-
-
 def _run(
     comparison: Comparison, questions: Sequence[BenchPrompt], left: Left, writer: Writer
 ) -> dict[str, Any]:
-    from draftwood.bench import cli
     from draftwood.bench.records import RunRecord
     from draftwood.bench.spec import run_questions, summarise_spec
     from draftwood.bench.summary import summarise
@@ -105,7 +110,7 @@ def _run(
 
     waiting = [question for question in questions if question.id not in left.done]
     total = sum(len(question.turns) for question in waiting) * len(comparison.contenders)
-    with cli._progress(total) as watch:
+    with progress_bar(total) as watch:
         run_questions(comparison, questions, left.done, on_question, watch)
     skipped = [row for row in left.rows if row["type"] == "skip"]
     summary = {

@@ -14,8 +14,10 @@ from draftwood.cache import human_bytes
 
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
+    from draftwood.bench.intervals import Estimate
     from draftwood.bench.kv import KVPoint
     from draftwood.bench.lossless import DifferenceRate
+    from draftwood.bench.scale import ScalePoint
     from draftwood.bench.serve import Load, LoadPoint
     from draftwood.bench.serve_overhead import Overhead
 
@@ -273,6 +275,28 @@ def overhead_table(overhead: Overhead) -> RenderableType:
     return titled("One request at a time (medians)", table)
 
 
+def scale_table(points: Sequence[ScalePoint]) -> RenderableType:
+    """Hit rate, balance and waits by policy."""
+    table = Table()
+    table.add_column("policy")
+    columns = ("cached", "possible", "balance", "first s", "p95", "p99", "answer s", "p95", "p99")
+    for column in (*columns, "decision us", "retried"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        firsts = (point.ttft_p50_s, point.ttft_p95_s, point.ttft_p99_s)
+        answers = (point.latency_p50_s, point.latency_p95_s, point.latency_p99_s)
+        table.add_row(
+            point.policy,
+            f"{point.hit_rate:.1%}",
+            f"{point.possible_hit_rate:.1%}",
+            f"{point.balance:.2f}",
+            *(f"{seconds:.2f}" for seconds in (*firsts, *answers)),
+            f"{point.decision_us:.0f}",
+            str(point.num_retried),
+        )
+    return titled("Routing: prompt tokens cached, busiest over mean, waits (medians)", table)
+
+
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:
     return (
         *(point.ttft_p50_s, point.ttft_p99_s),
@@ -283,6 +307,15 @@ def _waits(point: LoadPoint) -> tuple[float | None, ...]:
 
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.1f}"
+
+
+def interval_cells(one: Estimate | None) -> tuple[str, str]:
+    """A statistic, and its interval where there is one."""
+    if one is None:
+        return "", ""
+    if one.low is None or one.high is None:
+        return f"{one.value:.2f}", ""
+    return f"{one.value:.2f}", f"{one.low:.2f} to {one.high:.2f}"
 
 
 def _cost(point: CostPoint | None) -> str:

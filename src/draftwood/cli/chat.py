@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from draftwood.cli import options as opt
+from draftwood.cli.groups import Loading, Picking, flat
 from draftwood.cli.loading import timed_load
 from draftwood.cli.output import observe, write
 from draftwood.cli.running import Request, Run, complete, with_room
@@ -25,27 +26,13 @@ _DEFAULT_TOKENS = 1024
 _HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 
 
+@flat
 def chat(
     model: opt.ModelName,
     system: opt.System = None,
-    draft: opt.Draft = None,
-    drafter: opt.Drafter = None,
-    no_speculation: opt.NoSpeculation = False,
-    tree_nodes: opt.TreeNodes = 32,
-    device: opt.Device = None,
-    dtype: opt.DType = None,
-    quantization: opt.Quantization = None,
-    max_model_len: opt.MaxModelLen = None,
-    kv_memory: opt.KVMemory = None,
-    kv_disk: opt.KVDisk = None,
-    kv_redis: opt.KVRedis = None,
-    max_tokens: opt.MaxTokens = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
+    *,
+    loading: Loading,
+    picking: Picking,
     stats: opt.Stats = False,
     show_tree: opt.ShowTree = False,
     as_json: opt.Json = False,
@@ -55,29 +42,8 @@ def chat(
     A line is a turn. /reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an
     answer. Lines can also come through a pipe; with --json each answer is one line of JSON.
     """
-    model_options = opt.ModelOptions(
-        model=model,
-        draft=draft,
-        drafter=drafter,
-        no_speculation=no_speculation,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_redis=kv_redis,
-    )
-    params = opt.sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-    )
+    model_options = loading.of(model)
+    params = picking.params()
     llm, _ = timed_load(model_options)
     if not llm.tokenizer.has_chat_template:
         raise PromptError(f"{model} has no chat template: use  draftwood generate {model}")

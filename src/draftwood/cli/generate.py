@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwood.cli import options as opt
+from draftwood.cli.groups import Form, Loading, Picking, flat
 from draftwood.cli.job import end_job
 from draftwood.cli.loading import timed_load
 from draftwood.cli.output import Transcript, observe
@@ -53,40 +54,23 @@ Chat = Annotated[
 ]
 
 
+@flat
 def generate(
     model: opt.ModelName,
     prompt: PromptText = None,
     prompt_file: PromptFile = None,
     chat: Chat = False,
     system: opt.System = None,
-    draft: opt.Draft = None,
-    drafter: opt.Drafter = None,
-    no_speculation: opt.NoSpeculation = False,
-    tree_nodes: opt.TreeNodes = 32,
-    device: opt.Device = None,
-    dtype: opt.DType = None,
-    quantization: opt.Quantization = None,
-    max_model_len: opt.MaxModelLen = None,
-    kv_memory: opt.KVMemory = None,
-    kv_disk: opt.KVDisk = None,
-    kv_redis: opt.KVRedis = None,
+    *,
+    loading: Loading,
     checkpoint: opt.Checkpoint = None,
     checkpoint_every: opt.CheckpointEvery = 5.0,
-    max_tokens: opt.MaxTokens = None,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    seed: opt.Seed = None,
+    picking: Picking,
     beams: opt.Beams = 1,
     length_penalty: opt.LengthPenalty = 1.0,
     early_stopping: opt.EarlyStopping = "false",
-    stop: opt.Stop = None,
     ignore_eos: opt.IgnoreEOS = False,
-    json_schema: opt.JsonSchema = None,
-    regex: opt.Regex = None,
-    choice: opt.Choice = None,
-    grammar: opt.GrammarFile = None,
+    form: Form,
     stats: opt.Stats = False,
     show_tree: opt.ShowTree = False,
     as_json: opt.Json = False,
@@ -97,36 +81,14 @@ def generate(
     the text comes when the search has ended. With --checkpoint the same command, run again after
     a crash, goes on where it was and prints everything.
     """
-    model_options = opt.ModelOptions(
-        model=model,
-        draft=draft,
-        drafter=drafter,
-        no_speculation=no_speculation,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_redis=kv_redis,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-    )
+    model_options = loading.of(model, checkpoint=checkpoint, checkpoint_every=checkpoint_every)
     prompts = read_prompts(prompt, prompt_file)
-    params = opt.sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
+    params = picking.params(
         num_beams=beams,
         length_penalty=length_penalty,
         early_stopping=opt.early_stopping(early_stopping),
-        stop=stop,
         ignore_eos=ignore_eos,
-        structured=opt.structured(json_schema, regex, choice, grammar),
+        structured=form.structured,
     )
     all_params = [_own_params(params, one) for one in prompts]
     if show_tree and any(own.num_beams > 1 for own in all_params):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,6 +40,22 @@ Draft = Annotated[
     str | None,
     typer.Option(help="A second, smaller model that drafts.", rich_help_panel=_MODEL),
 ]
+DraftMatch = Annotated[
+    Literal["auto", "tokens", "text"],
+    typer.Option(
+        help="How a draft model of another vocabulary is understood: by the tokens that both have, "
+        "by text, or auto: text, unless nearly all tokens are shared.",
+        rich_help_panel=_MODEL,
+    ),
+]
+DraftQuantization = Annotated[
+    str | None,
+    typer.Option(
+        help="int8, int4 or none, for the draft model. Default on a CPU: int4, or int8 for models "
+        "below 300 M parameters.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Drafter = Annotated[
     str | None,
     typer.Option(
@@ -56,6 +71,16 @@ NoSpeculation = Annotated[
 TreeNodes = Annotated[
     int,
     typer.Option(help="Most draft tokens a round; 0 decodes plainly.", rich_help_panel=_MODEL),
+]
+DraftDepth = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-depth",
+        min=0,
+        help="Most draft tokens in a row, from the last token of the text on.",
+        show_default=False,
+        rich_help_panel=_MODEL,
+    ),
 ]
 Device = Annotated[
     str | None,
@@ -146,6 +171,24 @@ TopP = Annotated[
 MinP = Annotated[
     float,
     typer.Option(help="Drop below this share of the likeliest.", rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        help="Above 1: tokens of prompt and text become less likely.", rich_help_panel=_SAMPLING
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        help="Taken from each token that the text has, -2 to 2.", rich_help_panel=_SAMPLING
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        help="The same, for each time that it has it, -2 to 2.", rich_help_panel=_SAMPLING
+    ),
 ]
 Seed = Annotated[
     int | None,
@@ -261,6 +304,8 @@ class ModelOptions:
 
     model: str
     draft: str | None = None
+    draft_match: Literal["auto", "tokens", "text"] = "auto"
+    draft_quantization: str | None = None
     drafter: str | None = None
     no_speculation: bool = False
     tree_nodes: int = 32
@@ -315,42 +360,6 @@ def parse_bytes(name: str, text: str) -> int:
     if size <= 0:
         raise ConfigError(f"{name} is {text!r}: it must be above 0")
     return size
-
-
-def structured(
-    json_schema: str | None,
-    regex: str | None,
-    choice: Sequence[str] | None,
-    grammar: Path | None,
-) -> dict[str, object] | None:
-    """`SamplingParams.structured` from options; None where none is given.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    given = {
-        "json": None if json_schema is None else _schema_text(json_schema),
-        "regex": regex,
-        "choice": choice or None,
-        "grammar": None if grammar is None else _text_of(grammar, "--grammar"),
-    }
-    found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    return found or None
-
-
-def _schema_text(value: str) -> str:
-    """What is written on the command line, if it looks like a schema, else a file's content."""
-    is_json = value.lstrip().startswith("{") or value.strip() in ("true", "false")
-    return value if is_json else _text_of(Path(value), "--json-schema")
-
-
-def _text_of(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{option}: {path} is not valid UTF-8") from error
 
 
 def sampling_params(**values: object) -> SamplingParams:

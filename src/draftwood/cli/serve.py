@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from draftwood.cli import options as opt
+from draftwood.cli.groups import Loading, flat
 from draftwood.cli.loading import timed_load
 from draftwood.errors import ConfigError, MissingExtraError
 
@@ -111,6 +112,7 @@ DrainTimeout = Annotated[
 ]
 
 
+@flat
 def serve(
     model: opt.ModelName,
     host: Host = "127.0.0.1",
@@ -127,17 +129,8 @@ def serve(
     max_body: MaxBody = "8M",
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = 30.0,
-    draft: opt.Draft = None,
-    drafter: opt.Drafter = None,
-    no_speculation: opt.NoSpeculation = False,
-    tree_nodes: opt.TreeNodes = 32,
-    device: opt.Device = None,
-    dtype: opt.DType = None,
-    quantization: opt.Quantization = None,
-    max_model_len: opt.MaxModelLen = None,
-    kv_memory: opt.KVMemory = None,
-    kv_disk: opt.KVDisk = None,
-    kv_redis: opt.KVRedis = None,
+    *,
+    loading: Loading,
 ) -> None:
     """Serve a model with OpenAI's API, many requests at a time.
 
@@ -145,22 +138,7 @@ def serve(
     lets running requests end.
     """
     need_extra()
-    model_options = opt.ModelOptions(
-        model=model,
-        draft=draft,
-        drafter=drafter,
-        no_speculation=no_speculation,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_redis=kv_redis,
-        max_num_seqs=max_num_seqs,
-        max_batch_tokens=max_batch_tokens,
-    )
+    model_options = loading.of(model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
     from draftwood.serve.access import ApiKeys, allowed_hosts, is_loopback
     from draftwood.serve.logs import set_up_logging
     from draftwood.serve.run import bind, url_of

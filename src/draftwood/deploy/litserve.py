@@ -57,10 +57,11 @@ class DraftwoodAPI(LitAPI):  # type: ignore[misc]
         """One reply for each body."""
         return list(output)
 
-    def encode_response(self, output: Reply) -> dict[str, Any]:
+    def encode_response(self, output: Reply) -> Any:
         """The body; a wrong request gets its status."""
-        if output.status != 200:
-            from fastapi import HTTPException
+        if output.status == 200:
+            return output.body
+        from fastapi.responses import JSONResponse
 
-            raise HTTPException(output.status, output.body["error"])
-        return output.body
+        # Returned, not raised: LitServe answers a whole batch with an exception.
+        return JSONResponse({"detail": output.body["error"]}, output.status)

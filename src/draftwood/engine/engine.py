@@ -222,11 +222,7 @@ class Engine:
         budgets = [_budget(seq, budget) for seq in seqs]
         trees = self.drafter.propose(seqs, budgets)
         trees = [_guide(*each) for each in zip(seqs, trees, budgets, strict=True)]
-        # The last token of a sequence needs no node: it is the bonus token.
-        trees = [
-            tree.clip(max(seq.max_length - len(seq.tokens) - 1, 0))
-            for seq, tree in zip(seqs, trees, strict=True)
-        ]
+        trees = [tree.clip(_depth(seq)) for seq, tree in zip(seqs, trees, strict=True)]
         room = max(self.config.max_batch_tokens - len(seqs) - other_rows, 0)
         return self.controller.choose(trees, other_rows, room, _mean_context(seqs))
 
@@ -345,7 +341,14 @@ def _mean_context(seqs: Seq[Sequence]) -> float:
 
 def _budget(seq: Sequence, budget: int) -> int:
     """Draft nodes this sequence may propose."""
-    if not seq.params.speculation:
+    if not (seq.params.speculation and _depth(seq)):
         return 0
     own = seq.params.max_tree_nodes
     return budget if own is None else min(budget, own)
+
+
+def _depth(seq: Sequence) -> int:
+    """Draft tokens in a row that are of use; the last token of a text is a bonus token."""
+    room = max(seq.max_length - len(seq.tokens) - 1, 0)
+    own = seq.params.max_draft_depth
+    return room if own is None else min(room, own)

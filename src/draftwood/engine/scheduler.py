@@ -202,7 +202,7 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         restored = self._restore(seq)
         seq.lease = _first_lease(seq)
-        if seq.metrics.start_s is None:  # what it finds of its own when it resumes is no saving
+        if _is_new_here(seq):
             seq.metrics.count_cached(min(seq.lease.length, seq.num_prompt_tokens), restored)
         seq.metrics.start_s = seq.metrics.start_s or perf_counter()
         seq.status = Status.RUNNING
@@ -341,6 +341,13 @@ def _shares_parent(seq: Sequence) -> bool:
     """Whether it starts from the KV of a sequence that runs."""
     fresh = len(seq.tokens) == seq.num_prompt_tokens
     return seq.parent is not None and not seq.parent.finished and fresh
+
+
+def _is_new_here(seq: Sequence) -> bool:
+    """Whether what is cached of it was saved; one that was put back finds what is its own."""
+    metrics = seq.metrics
+    resumed = metrics.num_resumed_tokens > 0 and metrics.num_cached_tokens == 0
+    return metrics.start_s is None or resumed
 
 
 def _wants_all_logits(seq: Sequence) -> bool:

@@ -20,6 +20,7 @@ from draftwood.errors import ConfigError, ModelError, UnsupportedModelError, fir
 from draftwood.kv import BlockPool, KVSpec, Lease, Plane
 from draftwood.models.base import ModelSpec
 from draftwood.models.packed_linear import pack_linears
+from draftwood.models.row_exact import make_row_exact
 from draftwood.models.sources import ModelFiles
 from draftwood.tree import TokenTree
 
@@ -135,6 +136,7 @@ class HFModel:
         )
         if self._device.type == "cpu" and self._dtype == torch.float32:
             pack_linears(module)
+            make_row_exact(module)
         self._check_rewind(reference)
 
     @torch.inference_mode()
