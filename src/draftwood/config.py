@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from draftwood.errors import ConfigError
 
+_DRAFT_SHARE = 16
+_MOST_DRAFT_MEMORY = 64 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -16,8 +19,8 @@ class EngineConfig:
         max_batch_tokens: most rows of one forward; longer prompts are computed in chunks.
         max_tree_nodes: most draft nodes per request and round; 0 decodes plainly.
         block_size: slots of a KV block.
-        kv_memory: bytes for KV; None takes what one full context needs, within a quarter of the
-            memory that is free.
+        kv_memory: bytes for KV and for what drafters remember; None takes what one full context
+            needs, within a quarter of the memory that is free.
         kv_disk: folder that keeps KV for later processes; None for none.
         kv_disk_bytes: most bytes in it; the least recently used go first.
         kv_redis: URL of a Redis server that shares KV between processes and machines:
@@ -42,6 +45,13 @@ class EngineConfig:
     kv_timeout_s: float = 0.25
     adaptive: bool = True
     debug_kv: bool = False
+
+    @property
+    def draft_memory(self) -> int:
+        """The part of `kv_memory` for what drafters remember of past answers, in bytes."""
+        if self.kv_memory is None:
+            return _MOST_DRAFT_MEMORY
+        return min(self.kv_memory // _DRAFT_SHARE, _MOST_DRAFT_MEMORY)
 
     def __post_init__(self) -> None:
         for name, least in (

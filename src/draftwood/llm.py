@@ -399,7 +399,7 @@ class LLM:
         num_blocks = (
             min(wanted, available_bytes(target.device) // 4 // block_bytes)
             if memory is None
-            else memory // block_bytes
+            else (memory - self.config.draft_memory) // block_bytes
         )
         if num_blocks < 2:
             raise ConfigError(

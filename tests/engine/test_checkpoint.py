@@ -488,7 +488,7 @@ def test_what_the_tables_have_learned_is_restored(tmp_path: Path) -> None:
     llm.engine.step()
     assert llm.checkpoints is not None
     llm.checkpoints.save()
-    table: Callable[[TinyLLM], Any] = lambda one: one.engine.drafter.inner.table  # noqa: E731
+    table: Callable[[TinyLLM], Any] = lambda one: one.engine.drafter.inner.memory.of(None).table  # noqa: E731
     old = table(llm)
     crash(llm)
     with make(tmp_path, drafter="recycling") as llm:

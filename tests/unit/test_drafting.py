@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwood.draft.grow import Calibrator, Guess, grow
-from draftwood.draft.recycling import RecyclingTable
+from draftwood.draft.recycling_table import RecyclingTable
 from draftwood.draft.suffix import SuffixAutomaton, SuffixGuesser
 from draftwood.engine.controller import Controller
 from draftwood.engine.costs import CostModel

@@ -63,6 +63,13 @@ class Drafter:
             seconds: of (number of rows, tokens of context); kept up to date as rounds go by.
         """
 
+    def remember(self, max_bytes: int) -> None:
+        """Told once, by an engine: the bytes it may take for what outlives its sequences.
+
+        What it remembers of sequences with one `params.cache_salt` must not show in what it
+        proposes for those with another: they are other people's.
+        """
+
     def start(self, seq: DraftContext) -> None:
         """A sequence begins to decode; its prompt is known."""
 

@@ -13,7 +13,6 @@ from typing import Any
 from draftwood.draft.base import DraftContext, Drafter, Outcome
 from draftwood.draft.combine import LookupDrafter
 from draftwood.draft.grow import Guess, Guesser, grow
-from draftwood.draft.recycling import context_of
 from draftwood.tree import TokenTree
 
 _COUNTED = 8  # nodes whose scores make up what a round is expected to yield
@@ -110,11 +109,7 @@ class FusedDrafter(LookupDrafter):
         return with_other * self._target_s >= alone * (self._target_s + self._other_s)
 
     def _fuse(self, seq: DraftContext, tree: TokenTree, budget: int) -> TokenTree:
-        guessers: list[tuple[Guesser, Any]] = [
-            (TreeGuesser(tree), 0),
-            self._suffix.guesser(seq),
-            (self.table, context_of(seq.tokens)),
-        ]
+        guessers: list[tuple[Guesser, Any]] = [(TreeGuesser(tree), 0), *self._guessers(seq)]
         return grow(seq.tokens[-1], guessers, self.calibrator, budget)
 
 

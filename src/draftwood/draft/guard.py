@@ -35,6 +35,10 @@ class GuardedDrafter(Drafter):
         """Passes on what the target's forwards cost."""
         self._safely(lambda: self.inner.prices(seconds))
 
+    def remember(self, max_bytes: int) -> None:
+        """Passes on how much it may remember."""
+        self._safely(lambda: self.inner.remember(max_bytes))
+
     def start(self, seq: DraftContext) -> None:
         """Starts the drafter on a sequence; if that fails, none is proposed for it."""
         if self._safely(lambda: self.inner.start(seq)):

@@ -132,7 +132,10 @@ class SuffixGuesser:
 
     def start(self) -> _Place | None:
         """The match at the end of the text; None when the last token never occurred before."""
-        state, length = self._automaton.match()
+        return self.place(*self._automaton.match())
+
+    def place(self, state: int, length: int) -> _Place | None:
+        """A match of the automaton as a place to guess at; None for no match."""
         return _Place(state, length) if length else None
 
     def guesses(self, place: _Place) -> Iterable[Guess]:

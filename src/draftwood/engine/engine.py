@@ -67,6 +67,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = GuardedDrafter(drafter, model.spec.vocab_size)
+        self.drafter.remember(config.draft_memory)
         self.pool = pool
         self.config = config
         self.tiers = tiers
