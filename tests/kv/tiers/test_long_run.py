@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from pathlib import Path
@@ -16,6 +17,15 @@ from tests.tiny import hf_model, random_prompts, run_until, tiny_llm
 from tests.toys import ToyModel, random_law
 
 TOY = ToyModel(random_law(8, seed=1), 8)
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+COUNTS = {"toy": 2000, "two planes": 2000} if THOROUGH else {"toy": 300, "two planes": 30}
+GROWTH = 24 << 20  # bytes over the second half: what is kept of each request here, and no KV
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("kind", ["toy", "two planes"])
@@ -35,7 +45,10 @@ def test_block_counts_return_exactly(kind: str, tmp_path: Path, redis_server: Re
     prefixes = random_prompts([16, 20, 24, 28], vocab_size=8, seed=3)
     done: list[Sequence] = []
     live: list[Sequence] = []
-    for _ in range(120 if kind == "toy" else 30):
+    half, memory = COUNTS[kind] // 2, 0
+    for i in range(COUNTS[kind]):
+        if i == half:
+            memory = resident_bytes()
         prompt = rng.choice(prefixes)[: rng.randrange(4, 29)]
         prompt = prompt + [rng.randrange(8) for _ in range(rng.randrange(1, 6))]
         params = SamplingParams(
@@ -57,6 +70,7 @@ def test_block_counts_return_exactly(kind: str, tmp_path: Path, redis_server: Re
         live = [seq for seq in live if not seq.finished]
     run_until(llm, live)
     done += live
+    assert resident_bytes() - memory < GROWTH
     assert llm.tiers is not None
     hits = {name: one.num_hits for name, one in llm.tiers.counters.items()}
     llm.close()

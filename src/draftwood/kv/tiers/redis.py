@@ -7,18 +7,20 @@ server can choose the KV that others read: it needs a password and a network of 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from draftwood.errors import ConfigError, MissingExtraError, StoreError, first_line
 from draftwood.kv.tiers.record import HEAD_BYTES
 from draftwood.kv.tiers.store import BlockStore, StoredBlock, StoreStats
 
 _SCHEMES = ("redis", "rediss", "unix")
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _SCAN = 512
 
 
@@ -26,7 +28,8 @@ class RedisStore(BlockStore):
     """Records as values of a Redis server.
 
     Args:
-        url: redis://user:password@host:6379/0, rediss://... (TLS) or unix:///path?db=0.
+        url: redis://user:password@host:6379/0, rediss://... (TLS; `?ssl_ca_certs=FILE`
+            for an authority of your own) or unix:///path?db=0.
         namespace: begins every key; stores of different namespaces do not see each other.
         ttl_s: seconds that an unused block stays; None leaves it to the server's eviction.
         timeout_s: the most that connecting, and one answer to a read, may take.
@@ -136,6 +139,7 @@ class RedisStore(BlockStore):
 
     def _client(self, url: str, timeout_s: float, connect_s: float) -> Any:
         redis = self._redis
+        _check_files(url)
         # A connection that the server has closed is opened again once; a slow one is not asked
         # twice.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.ConnectionError,))
@@ -197,6 +201,13 @@ def _module() -> Any:
     except ImportError as error:
         raise MissingExtraError("redis", "redis") from error
     return redis
+
+
+def _check_files(url: str) -> None:
+    """Refuses certificates that are not there: redis-py would say so at every connection."""
+    for name, value in parse_qsl(urlsplit(url).query):
+        if name in _FILES and not os.path.isfile(value):
+            raise ConfigError(f"kv_redis names {name}={value}, and there is no such file")
 
 
 def _without_password(url: str) -> str:
