@@ -657,7 +657,7 @@ def test_a_hash_collision_costs_a_computation_and_no_text(monkeypatch: pytest.Mo
             """One of two."""
             return b"ab"[self._sum : self._sum + 1]
 
-    monkeypatch.setattr("draftwood.kv.prefix.blake2b", Weak)
+    monkeypatch.setattr("draftwood.kv.chain.blake2b", Weak)
     llm = toy_llm(block_size=2)
     for seed in range(6):
         prompts = toy_prompts(9, 14, 5, seed=seed)
