@@ -29,6 +29,10 @@ class DraftContext(Protocol):
     seed: int
     lease: Lease
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended; what is stopped before that will be started again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -62,6 +66,13 @@ class Drafter:
         Args:
             seconds: of (number of rows, tokens of context); kept up to date as rounds go by.
         """
+
+    def round_s(self) -> float:
+        """Seconds that a round of drafting is expected to take, before any has been timed.
+
+        0, the default, says that it is not known, or that the drafter weighs its own time.
+        """
+        return 0.0
 
     def start(self, seq: DraftContext) -> None:
         """A sequence begins to decode; its prompt is known."""

@@ -8,7 +8,8 @@ expected tokens is worth its time (the depth rule of OPT-Tree, arXiv 2406.17276,
 
 The draft's KV lies in its own plane under the same block table as the target's. Reading a long
 prompt into it is an investment: it is made once the rounds that went without it would have paid
-for a part of it, as one rents skis for a few days before buying.
+for a part of it, as one rents skis for a few days before buying, and only if what is still to come
+of the answer is expected to pay for the whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 from draftwood.attention import Work, pack
 from draftwood.draft.base import DraftContext, Outcome
 from draftwood.draft.combine import LookupDrafter
+from draftwood.draft.horizon import Horizon
 from draftwood.draft.model import likely_tokens, top_shares
+from draftwood.draft.pace import SMALL, ForwardCost, Pace
 from draftwood.draft.rated import RatedTree
 from draftwood.errors import CapacityError
 from draftwood.kv import BlockPool
@@ -34,11 +37,11 @@ _BRANCHES = 3
 _MAX_FORWARDS = 10  # of the draft model in one round
 _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
 _CHUNK = 512
-_SMALL = 8  # rows of the draft model that cost about what one does
 _MOST_NODES = 40  # of all trees together, when their size is weighed
 # Share of the cost of reading a context that must have been missed before it is read.
 _SAVE_UP = 0.3
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
+_PROBE_SHARE = 0.05  # of the time of those rounds, the most that reading a context for it may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +52,19 @@ class DraftSource:
         model: the draft model.
         pool: the engine's pool; its draft plane holds this model's KV.
         num_tokens: ids below it mean the same for target and draft; others are not proposed.
+        cost: what a forward of the model takes; None learns it from those that run.
     """
 
     model: Model
     pool: BlockPool
     num_tokens: int
+    cost: ForwardCost | None = None
 
     def forward(self, works: Sequence[Work]) -> Tensor:
         """Logits of the wanted rows, over the tokens that may be proposed."""
         assert self.pool.draft is not None, "the pool needs a draft plane"
         batch = pack(works, self.pool.device)
         return self.model.forward(batch, self.pool.draft)[:, : self.num_tokens]
-
-
-class _Pace:
-    """What a draft forward costs, learned from those that ran: a base and so much a row."""
-
-    def __init__(self) -> None:
-        self._step_s = 0.0
-        self._row_s = 0.0
-
-    def seconds(self, num_rows: int) -> float:
-        """Of a forward of so many rows; 0 before the first."""
-        return self._step_s + self._row_s * max(num_rows - _SMALL, 0)
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Learns from one forward; one that took far longer than usual counts little."""
-        if num_rows <= _SMALL:
-            known = self._step_s
-            self._step_s += 0.2 * (min(seconds, 3 * known) - known) if known else seconds
-        elif num_rows >= 4 * _SMALL:
-            own = max(seconds - self._step_s, 0.0) / (num_rows - _SMALL)
-            self._row_s += 0.3 * (own - self._row_s) if self._row_s else own
 
 
 class AutoDrafter(LookupDrafter):
@@ -105,7 +89,8 @@ class AutoDrafter(LookupDrafter):
         # Seconds that each sequence would have gained with its context in the draft's KV.
         self._savings: dict[str, float] = {}
         self._clock = clock
-        self._pace = _Pace()
+        self._cost: ForwardCost = (source and source.cost) or Pace()
+        self._horizon = Horizon()
         self._hit = 0.75
         self._target_s = 0.0  # a round without drafting
         self._unasked_rounds = 0
@@ -123,6 +108,8 @@ class AutoDrafter(LookupDrafter):
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence; what was learned stays."""
         super().stop(seq)
+        if seq.finished:
+            self._horizon.observe(len(seq.tokens) - seq.num_prompt_tokens)
         self._savings.pop(seq.request_id, None)
         self._growths.pop(seq.request_id, None)
 
@@ -196,36 +183,59 @@ class AutoDrafter(LookupDrafter):
             else:
                 after += growth.scores()
         before = [score for _, growth in pairs for score in growth.scores()]
-        return asked if probe or self._pays(asked, before, after) else []
+        return asked if self._pays(asked, before, after, probe) else []
 
     def _pays(
         self,
         asked: Sequence[tuple[DraftContext, RatedTree, list[int]]],
         before: Sequence[float],
         after: Sequence[float],
+        probe: bool,
     ) -> bool:
-        """Whether a forward of the draft model is expected to save time.
+        """Whether a forward of the draft model is expected to save time, or is due anyway.
 
         Args:
             asked: where it would be asked.
             before, after: scores of all nodes as they are, and as they are expected to become.
+            probe: whether it has not been asked for long.
         """
+        if not asked:
+            return False
         num_rows = sum(len(path) for _, _, path in asked)
-        unread = {
-            seq.request_id: self._num_unread(seq) for seq, growth, _ in asked if not growth.order
-        }
+        fresh = [seq for seq, growth, _ in asked if not growth.order]
+        price_s, reading_s = self._forward_s(num_rows, asked, fresh)
         spent_s = self._clock() - self._began
-        price_s = self._pace.seconds(num_rows)
-        reading_s = self._pace.seconds(num_rows + sum(unread.values())) - price_s
         now, later = self._token_s(before, spent_s), self._token_s(after, spent_s + price_s)
-        saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-_SMALL:]))
-        credit = sum(self._savings[name] for name in unread)
-        if saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s:
+        saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-SMALL:]))
+        credit = sum(self._savings[seq.request_id] for seq in fresh)
+        enough = saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s
+        if enough and (now - later) * self._num_seqs * self._rest(fresh) >= reading_s:
             return True
         # The forward alone may pay while reading the context does not yet: save up for it.
-        for name in unread:
-            self._savings[name] += max(saved_s, 0.0) / len(unread)
-        return False
+        for seq in fresh:
+            self._savings[seq.request_id] += max(saved_s, 0.0) / len(fresh)
+        return probe and reading_s <= _PROBE_SHARE * self._unasked_rounds * self._costs[0]
+
+    def _forward_s(
+        self,
+        num_rows: int,
+        asked: Sequence[tuple[DraftContext, RatedTree, list[int]]],
+        fresh: Sequence[DraftContext],
+    ) -> tuple[float, float]:
+        """Seconds of a forward of so many rows, and of reading what comes before them."""
+        context = sum(len(seq.tokens) for seq, _, _ in asked) / len(asked)
+        price_s = self._cost.at(context)(num_rows)
+        num_unread = sum(self._num_unread(seq) for seq in fresh)
+        # While a context is read it is half as long as in the end, on the average.
+        return price_s, self._cost.at(context / 2)(num_rows + num_unread) - price_s
+
+    def _rest(self, seqs: Sequence[DraftContext]) -> float:
+        """Tokens that an answer is expected to get yet, the mean of some sequences."""
+        rests = []
+        for seq in seqs:
+            limit = seq.params.max_tokens or self._max_length
+            rests.append(self._horizon.rest(len(seq.tokens) - seq.num_prompt_tokens, limit))
+        return sum(rests) / len(rests) if rests else 0.0
 
     def _token_s(self, scores: Sequence[float], spent_s: float) -> float:
         """Seconds a token with the best number of nodes, where drafting has taken `spent_s`."""
@@ -256,8 +266,7 @@ class AutoDrafter(LookupDrafter):
         begin = self._clock()
         logits = self._forward(works)
         num_rows = sum(len(work.tokens) for work in works)
-        if num_rows <= _SMALL:
-            self._pace.observe(num_rows, self._clock() - begin)
+        self._cost.observe(num_rows, works[0].context, self._clock() - begin)
         parts = torch.split(logits, [len(path) for _, _, path in ready])
         for (seq, growth, path), rows in zip(ready, parts, strict=True):
             growth.order.extend(path)
@@ -276,12 +285,12 @@ class AutoDrafter(LookupDrafter):
         except CapacityError:
             return False
         lease.draft_length = min(lease.draft_length, base)
-        while base - lease.draft_length > _SMALL:
+        while base - lease.draft_length > SMALL:
             start = lease.draft_length
             chunk = seq.tokens[start : min(start + _CHUNK, base)]
             begin = self._clock()
             self._forward([Work(lease, start, chunk, None, ())])
-            self._pace.observe(len(chunk), self._clock() - begin)
+            self._cost.observe(len(chunk), start, self._clock() - begin)
             lease.draft_length = start + len(chunk)
         self._savings[seq.request_id] = 0.0
         return True

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwood.attention import Work, pack
 from draftwood.draft.base import DraftContext
+from draftwood.draft.pace import ForwardCost
 from draftwood.kv import Lease, Plane
 from draftwood.models.base import Model
 from draftwood.tree import TokenTree
@@ -137,11 +138,20 @@ class LevelGrower:
     Args:
         model: the draft model.
         plane: where its KV lies.
+        cost: what a forward takes; None for unknown.
     """
 
-    def __init__(self, model: Model, plane: Plane) -> None:
+    def __init__(self, model: Model, plane: Plane, cost: ForwardCost | None = None) -> None:
         self._model = model
         self._plane = plane
+        self._cost = cost
+
+    def round_s(self, mean_accepted: float) -> float:
+        """Seconds that growing one sequence's tree is expected to take; 0 where costs are unknown.
+
+        `mean_accepted` is that of `grow`.
+        """
+        return _num_levels(mean_accepted) * self._cost.at(0)(_WIDTH) if self._cost else 0.0
 
     def grow(self, growths: Sequence[Growth], branch: Branch, mean_accepted: float) -> None:
         """Grows all trees together, one forward per level.
@@ -150,7 +160,7 @@ class LevelGrower:
         """
         for growth, logits in zip(growths, self._catch_up(growths), strict=True):
             branch(growth, [0], logits)
-        max_depth = min(_MAX_DEPTH, round(mean_accepted) + 2)
+        max_depth = _num_levels(mean_accepted)
         for _ in range(max_depth - 1):
             fresh = [(growth, growth.frontier(max_depth)) for growth in growths]
             fresh = [(growth, nodes) for growth, nodes in fresh if nodes]
@@ -196,6 +206,10 @@ class LevelGrower:
 
     def _forward(self, works: Sequence[Work]) -> Tensor:
         return self._model.forward(pack(works, self._plane.spec.device), self._plane)
+
+
+def _num_levels(mean_accepted: float) -> int:
+    return min(_MAX_DEPTH, round(mean_accepted) + 2)
 
 
 def _expansion(growth: Growth, nodes: Sequence[int]) -> Work:

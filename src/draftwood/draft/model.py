@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwood.draft.base import DraftContext, Drafter, Outcome
 from draftwood.draft.grow import Calibrator
 from draftwood.draft.levels import BRANCHES, MAX_EXPANDED, Growth, LevelGrower
+from draftwood.draft.pace import ForwardCost
 from draftwood.errors import CapacityError
 from draftwood.kernels import ops
 from draftwood.kv import BlockPool, Lease
@@ -54,18 +55,25 @@ class ModelDrafter(Drafter):
         model: the draft model.
         pool: the engine's pool; its draft plane holds this model's KV.
         num_tokens: ids below it mean the same for target and draft; others are not proposed.
+        cost: what a forward of the model takes; None for unknown.
     """
 
     name = "model"
 
-    def __init__(self, model: Model, pool: BlockPool, num_tokens: int) -> None:
+    def __init__(
+        self, model: Model, pool: BlockPool, num_tokens: int, cost: ForwardCost | None = None
+    ) -> None:
         assert pool.draft is not None, "the pool needs a draft plane"
         self._max_len = model.spec.max_model_len
-        self._grower = LevelGrower(model, pool.draft)
+        self._grower = LevelGrower(model, pool.draft, cost)
         self._num_tokens = min(num_tokens, model.spec.vocab_size)
         self._growths: dict[str, Growth] = {}
         self._mean_accepted = 2.0
         self.calibrator = Calibrator()
+
+    def round_s(self) -> float:
+        """Seconds of the forwards of a round of middling depth."""
+        return self._grower.round_s(self._mean_accepted)
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Grows the trees of all sequences together, one forward per level."""
