@@ -39,7 +39,7 @@ _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
 _CHUNK = 512
 _MOST_NODES = 40  # of all trees together, when their size is weighed
 # Share of the cost of reading a context that must have been missed before it is read.
-_SAVE_UP = 0.3
+_SAVE_UP = 0.5
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
 _PROBE_SHARE = 0.05  # of the time of those rounds, the most that reading a context for it may take
 

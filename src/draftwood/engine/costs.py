@@ -29,7 +29,7 @@ from draftwood.tree.shape import CostTable
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 _ORDER = (1, 16, 4, 8, 32, 2, 64)  # a slow machine gets through the first few only
 _FAR_CONTEXT = 1024
-_BUDGET_S = 0.9  # for each of the two contexts
+_BUDGET_S = 0.85  # for each of the two contexts
 _DRAFT_BUDGET_S = 0.3
 _VERSION = 2
 
@@ -158,11 +158,11 @@ def _table(
     measured: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
-        if size > room or (measured and spent > budget_s):
-            continue
-        times = [forward(size) for _ in range(2)]
-        spent += sum(times)
-        measured[size] = min(times)
+        for _ in range(2):
+            if size <= room and (not measured or spent <= budget_s):
+                seconds = forward(size)
+                spent += seconds
+                measured[size] = min(measured.get(size, seconds), seconds)
     rows = sorted(measured)
     seconds = [measured[size] for size in rows]
     for i in range(len(seconds) - 1, 0, -1):
