@@ -10,7 +10,6 @@ from draftwood.draft.horizon import Horizon
 from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.pace import Pace
 from draftwood.engine.costs import CostModel
-from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.tree.shape import CostTable
 from tests.draft.test_contract import DRAFT, PARAMS, VOCAB, Hand
 from tests.tiny import CountingModel
