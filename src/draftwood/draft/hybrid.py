@@ -21,13 +21,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from draftwood.attention import Work, pack
+from draftwood.attention import Work
 from draftwood.draft.base import DraftContext, Outcome
 from draftwood.draft.combine import LookupDrafter
 from draftwood.draft.horizon import Horizon
 from draftwood.draft.model import likely_tokens, top_shares
 from draftwood.draft.pace import SMALL, ForwardCost, Pace
 from draftwood.draft.rated import RatedTree
+from draftwood.draft.runner import DraftRunner, PlaneKV, expansion
 from draftwood.errors import CapacityError
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
@@ -36,7 +37,6 @@ from draftwood.tree import TokenTree
 _BRANCHES = 3
 _MAX_FORWARDS = 10  # of the draft model in one round
 _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
-_CHUNK = 512
 _MOST_NODES = 40  # of all trees together, when their size is weighed
 # Share of the cost of reading a context that must have been missed before it is read.
 _SAVE_UP = 0.5
@@ -59,12 +59,6 @@ class DraftSource:
     pool: BlockPool
     num_tokens: int
     cost: ForwardCost | None = None
-
-    def forward(self, works: Sequence[Work]) -> Tensor:
-        """Logits of the wanted rows, over the tokens that may be proposed."""
-        assert self.pool.draft is not None, "the pool needs a draft plane"
-        batch = pack(works, self.pool.device)
-        return self.model.forward(batch, self.pool.draft)[:, : self.num_tokens]
 
 
 class AutoDrafter(LookupDrafter):
@@ -90,6 +84,7 @@ class AutoDrafter(LookupDrafter):
         self._savings: dict[str, float] = {}
         self._clock = clock
         self._cost: ForwardCost = (source and source.cost) or Pace()
+        self._runner = _runner(source, self._cost, clock) if source else None
         self._horizon = Horizon()
         self._hit = 0.75
         self._target_s = 0.0  # a round without drafting
@@ -153,7 +148,7 @@ class AutoDrafter(LookupDrafter):
             self._learn_hit(outcome)
             growth = self._growths.pop(seq.request_id, None)
             if growth is not None:
-                seq.lease.commit_draft(growth.base, growth.kept(outcome.tokens))
+                PlaneKV(seq.lease).keep(growth.base, growth.kept(outcome.tokens))
 
     def _learn_hit(self, outcome: Outcome) -> None:
         accepted = set(outcome.verdict.path)
@@ -263,10 +258,9 @@ class AutoDrafter(LookupDrafter):
         works = [self._work(seq, growth, path) for seq, growth, path in ready]
         if not works:
             return False
-        begin = self._clock()
-        logits = self._forward(works)
-        num_rows = sum(len(work.tokens) for work in works)
-        self._cost.observe(num_rows, works[0].context, self._clock() - begin)
+        assert self._source is not None
+        assert self._runner is not None
+        logits = self._runner.forward(works)[:, : self._source.num_tokens]
         parts = torch.split(logits, [len(path) for _, _, path in ready])
         for (seq, growth, path), rows in zip(ready, parts, strict=True):
             growth.order.extend(path)
@@ -284,25 +278,19 @@ class AutoDrafter(LookupDrafter):
             lease.reserve(base - lease.length + _MAX_ROWS)
         except CapacityError:
             return False
-        lease.draft_length = min(lease.draft_length, base)
-        while base - lease.draft_length > SMALL:
-            start = lease.draft_length
-            chunk = seq.tokens[start : min(start + _CHUNK, base)]
-            begin = self._clock()
-            self._forward([Work(lease, start, chunk, None, ())])
-            self._cost.observe(len(chunk), start, self._clock() - begin)
-            lease.draft_length = start + len(chunk)
+        kv = PlaneKV(lease)
+        kv.computed = min(kv.computed, base)
+        assert self._runner is not None
+        self._runner.read(kv, seq.tokens, base, spare=SMALL)
         self._savings[seq.request_id] = 0.0
         return True
 
     def _work(self, seq: DraftContext, growth: RatedTree, path: Sequence[int]) -> Work:
-        base = growth.base
+        kv, base = PlaneKV(seq.lease), growth.base
         if growth.order:
-            tree = growth.work_tree(path)
-            tokens = tree.tokens[len(growth.order) :]
-            return Work(seq.lease, base, tokens, tree, range(len(tokens)))
+            return expansion(kv, base, growth.work_tree(path), len(growth.order))
         # From what is still unread through the root down to the place: one chain.
-        start = seq.lease.draft_length
+        start = kv.computed
         unread = seq.tokens[start:base]
         chain = [*unread, *(growth.nodes[index].token for index in path)]
         return Work(seq.lease, start, chain, None, range(len(unread), len(chain)))
@@ -311,10 +299,6 @@ class AutoDrafter(LookupDrafter):
     def _max_length(self) -> int:
         """Positions the draft model has; 0 without one."""
         return self._source.model.spec.max_model_len if self._source else 0
-
-    def _forward(self, works: Sequence[Work]) -> Tensor:
-        assert self._source is not None
-        return self._source.forward(works)
 
     def _ranked(
         self, seq: DraftContext, growth: RatedTree, path: Sequence[int], logits: Tensor
@@ -331,3 +315,8 @@ class AutoDrafter(LookupDrafter):
             likely_tokens(row, seq.params, seq.seed, first + i)[:_BRANCHES]
             for i, row in enumerate(logits)
         ]
+
+
+def _runner(source: DraftSource, cost: ForwardCost, clock: Callable[[], float]) -> DraftRunner:
+    assert source.pool.draft is not None, "the pool needs a draft plane"
+    return DraftRunner(source.model, source.pool.draft, cost, clock)

@@ -160,9 +160,9 @@ def _table(
     for size in sizes:
         for _ in range(2):
             if size <= room and (not measured or spent <= budget_s):
-                seconds = forward(size)
-                spent += seconds
-                measured[size] = min(measured.get(size, seconds), seconds)
+                took = forward(size)
+                spent += took
+                measured[size] = min(measured.get(size, took), took)
     rows = sorted(measured)
     seconds = [measured[size] for size in rows]
     for i in range(len(seconds) - 1, 0, -1):
