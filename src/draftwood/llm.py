@@ -26,6 +26,7 @@ from draftwood.draft.hybrid import AutoDrafter, DraftSource
 from draftwood.draft.model import ModelDrafter
 from draftwood.draft.vocabulary import Bridge, shared_vocabulary
 from draftwood.engine.checkpoint import CheckpointWriter, Maker, Offset
+from draftwood.engine.costs import CostModel, cost_model
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
@@ -81,10 +82,12 @@ class LLM:
     Attributes:
         checkpoints: saves running requests; None without `checkpoint`.
         draft_match: as given.
+        draft_cost: what the draft model's forwards take, once a drafter has it; None without one.
     """
 
     checkpoints: CheckpointWriter | None = None
     draft_match: Match = "auto"
+    draft_cost: CostModel | None = None
 
     def __init__(
         self,
@@ -177,15 +180,26 @@ class LLM:
                 raise ConfigError("drafter 'model' needs a draft model: give draft=")
             return AutoDrafter()
         if isinstance(self.vocabulary, int):
-            source = DraftSource(self.draft_model, self.pool, self.vocabulary)
+            cost = self._measure_draft(self.pool)
+            source = DraftSource(self.draft_model, self.pool, self.vocabulary, cost)
             return (
                 AutoDrafter(source)
                 if name == "auto"
-                else ModelDrafter(source.model, source.pool, source.num_tokens)
+                else ModelDrafter(self.draft_model, self.pool, self.vocabulary, cost)
             )
         pool = self._blocks(self.draft_model.spec.kv, None, _more(self.pool.num_blocks))
-        foreign = ForeignDrafter(self.draft_model, pool, self.vocabulary, match or self.draft_match)
+        cost = self._measure_draft(pool)
+        foreign = ForeignDrafter(
+            self.draft_model, pool, self.vocabulary, match or self.draft_match, cost
+        )
         return FusedDrafter(foreign) if name == "auto" else foreign
+
+    def _measure_draft(self, pool: BlockPool) -> CostModel | None:
+        """What the draft model's forwards cost, measured or from the cache; None if nobody asks."""
+        assert self.draft_model is not None
+        if self.config.adaptive and self.config.max_tree_nodes and self.draft_cost is None:
+            self.draft_cost = cost_model(self.draft_model, pool, draft=True)
+        return self.draft_cost
 
     def make_engine(self, drafter: Drafter, config: EngineConfig | None = None) -> Engine:
         """Another engine on the same weights and KV memory, with another drafter.

@@ -89,8 +89,11 @@ def test_json_agrees_with_the_stream(call: Call, tiny: str) -> None:
 def test_stats_go_to_stderr(call: Call, tiny: str) -> None:
     plain, stats = call("generate", tiny, "the"), call("generate", tiny, "the", "--stats")
     assert stats.out == plain.out
-    for words in ("tokens/s", "mean acceptance length", "time: draft", "cached"):
+    for words in ("tokens/s", "mean acceptance length", "time: draft", "cached", "rows: target"):
         assert words in stats.err
+    drafted = call("generate", tiny, "the", "--stats", "--draft", tiny)
+    assert drafted.out == plain.out
+    assert "ms; draft " in drafted.err
 
 
 def test_a_draft_of_another_vocabulary_gives_the_same_text(

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from draftwood.attention import Batch
 from draftwood.engine import costs
 from draftwood.engine.costs import CostModel
+from draftwood.kv import BlockPool, Plane
 from draftwood.tree.shape import CostTable
+from tests.tiny import hf_model
 
 NEAR = CostTable((1, 4), (1.0, 2.0))
 FAR = CostTable((1, 4), (2.0, 6.0))
@@ -93,3 +97,43 @@ def test_the_cache_file_round_trips_and_rubbish_is_ignored(tmp_path: Path) -> No
     assert costs._read(path) == CostModel(NEAR, FAR, 1000)
     path.write_text('{"near": 3}')
     assert costs._read(path) is None
+
+
+def test_both_models_of_a_pair_are_measured_and_cached_by_their_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model's forwards write to its own plane, and a second start measures nothing."""
+    target, draft = hf_model("llama"), hf_model("llama", seed=50)
+    pool = BlockPool(target.spec.kv, draft.spec.kv, num_blocks=20, block_size=16)
+    planes = []
+
+    class Watched:
+        spec = draft.spec
+
+        def forward(self, batch: Batch, plane: Plane) -> Tensor:
+            planes.append(plane)
+            return draft.forward(batch, plane)
+
+    monkeypatch.setattr(costs, "cache_dir", lambda: tmp_path)
+    assert costs._path(target) != costs._path(draft)
+    first = costs.cost_model(Watched(), pool, draft=True)
+    assert planes
+    assert all(plane is pool.draft for plane in planes)
+    assert pool.num_free == pool.num_blocks
+    planes.clear()
+    assert costs.cost_model(Watched(), pool, draft=True) == first
+    assert not planes
+    costs.cost_model(target, pool)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_measuring_ends_when_its_time_is_up() -> None:
+    """A forward that takes long is timed once, and larger ones are left out."""
+    spent: list[int] = []
+
+    def forward(rows: int) -> float:
+        spent.append(rows)
+        return float(rows)
+
+    costs._table(forward, (1, 16, 4, 64), 10.0, room=100)
+    assert spent == [1, 1, 1, 16]

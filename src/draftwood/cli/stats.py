@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from draftwood.outputs import RequestOutput
 
 
+_SHOWN_ROWS = (1, 4, 16, 64)
+
+
 def tokens_per_s(output: RequestOutput) -> float:
     """Speed of decoding: the first token, which the prompt's forward gives, is not counted."""
     num_tokens, seconds = _num_timed(output) - 1, output.metrics.decode_s
@@ -78,6 +81,7 @@ def engine_record(llm: LLM, timer: RoundTimer) -> dict[str, Any]:
     return {
         "time_shares": timer.shares(),
         "controller": llm.engine.controller.view(),
+        "draft_cost": _draft_cost(llm),
         "kv_tiers": {name: asdict(one) for name, one in _tiers(llm).items()},
     }
 
@@ -100,9 +104,36 @@ def stats_lines(outputs: Sequence[RequestOutput], llm: LLM, timer: RoundTimer) -
     if shares := timer.shares():
         parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         lines.append(f"time: {parts}")
+    lines += _costs(llm)
     lines += _quality(llm)
     lines.extend(_tier_line(name, counters) for name, counters in _tiers(llm).items())
     return lines
+
+
+def _costs(llm: LLM) -> list[str]:
+    """What forwards take, as measured at the start and corrected since."""
+    known = {"target": llm.engine.controller.cost, "draft": llm.draft_cost}
+    parts = [
+        f"{name} {', '.join(f'{1000 * cost.at(0)(rows):.1f}' for rows in _SHOWN_ROWS)} ms"
+        for name, cost in known.items()
+        if cost is not None
+    ]
+    rows = ", ".join(map(str, _SHOWN_ROWS))
+    return [f"forward of {rows} rows: {'; '.join(parts)}"] if parts else []
+
+
+def _draft_cost(llm: LLM) -> dict[str, Any] | None:
+    """The draft model's cost table and how far the machine is from it now, as JSON."""
+    cost = llm.draft_cost
+    if cost is None:
+        return None
+    return {
+        "rows": list(cost.near.rows),
+        "seconds": list(cost.near.seconds),
+        "far_context": cost.far_context,
+        "far_seconds": list(cost.far.seconds),
+        "pace": cost.pace,
+    }
 
 
 def _quality(llm: LLM) -> list[str]:

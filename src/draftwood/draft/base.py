@@ -29,6 +29,10 @@ class DraftContext(Protocol):
     seed: int
     lease: Lease
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended; what is stopped before that will be started again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -69,6 +73,13 @@ class Drafter:
         What it remembers of sequences with one `params.cache_salt` must not show in what it
         proposes for those with another: they are other people's.
         """
+
+    def round_s(self) -> float:
+        """Seconds that a round of drafting is expected to take, before any has been timed.
+
+        0, the default, says that it is not known, or that the drafter weighs its own time.
+        """
+        return 0.0
 
     def start(self, seq: DraftContext) -> None:
         """A sequence begins to decode; its prompt is known."""

@@ -25,6 +25,7 @@ from draftwood.draft.grow import Calibrator
 from draftwood.draft.levels import BRANCHES, MAX_EXPANDED, Growth, LevelGrower
 from draftwood.draft.mirror import Mirror
 from draftwood.draft.model import likely_tokens
+from draftwood.draft.pace import ForwardCost
 from draftwood.draft.respell import respell
 from draftwood.draft.vocabulary import Bridge
 from draftwood.errors import CapacityError
@@ -83,24 +84,34 @@ class ForeignDrafter(Drafter):
         bridge: between the target's vocabulary and the draft's.
         match: how proposals are matched: "tokens", "text", or "auto", which takes tokens if nearly
             all of the draft's are the target's too.
+        cost: what a forward of the model takes; None for unknown.
     """
 
     name = "model"
 
     def __init__(
-        self, model: Model, pool: BlockPool, bridge: Bridge, match: Match = "auto"
+        self,
+        model: Model,
+        pool: BlockPool,
+        bridge: Bridge,
+        match: Match = "auto",
+        cost: ForwardCost | None = None,
     ) -> None:
         self.pool = pool
         self.prefix = PrefixIndex(pool, model.spec.fingerprint.encode())
         self.calibrator = Calibrator()
         self._max_len = model.spec.max_model_len
-        self._grower = LevelGrower(model, pool.target)
+        self._grower = LevelGrower(model, pool.target, cost)
         self._bridge = bridge
         nearly = bridge.share >= _NEARLY_ALL
         self.by_tokens = nearly if match == "auto" else match == "tokens"
         self._shared, self._usable, self._names = _columns(bridge, model, pool.device)
         self._states: dict[str, _State] = {}
         self._mean_accepted = 2.0
+
+    def round_s(self) -> float:
+        """Seconds of the forwards of a round of middling depth."""
+        return self._grower.round_s(self._mean_accepted)
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Grows the trees of all sequences together, one forward per level."""

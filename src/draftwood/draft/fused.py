@@ -56,7 +56,8 @@ class FusedDrafter(LookupDrafter):
         self.other = other
         self._clock = clock
         self._yield = 3.0  # tokens of a round with the other, as a moving average
-        self._other_s = self._target_s = 0.0
+        self._other_s = other.round_s()
+        self._target_s = 0.0
         self._proposed_at: float | None = None
         self._asked: set[str] = set()
         self._rounds_without = 0

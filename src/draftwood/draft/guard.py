@@ -39,6 +39,12 @@ class GuardedDrafter(Drafter):
         """Passes on how much it may remember."""
         self._safely(lambda: self.inner.remember(max_bytes))
 
+    def round_s(self) -> float:
+        """What the drafter says; 0 if it fails."""
+        seconds = [0.0]
+        self._safely(lambda: seconds.append(max(float(self.inner.round_s()), 0.0)))
+        return seconds[-1]
+
     def start(self, seq: DraftContext) -> None:
         """Starts the drafter on a sequence; if that fails, none is proposed for it."""
         if self._safely(lambda: self.inner.start(seq)):

@@ -8,13 +8,12 @@ expected tokens is worth its time (the depth rule of OPT-Tree, arXiv 2406.17276,
 
 The draft's KV lies in its own plane under the same block table as the target's. Reading a long
 prompt into it is an investment: it is made once the rounds that went without it would have paid
-for a part of it, as one rents skis for a few days before buying, and if the text is expected to go
-on for long enough to pay for all of it.
+for a part of it, as one rents skis for a few days before buying, and only if what is still to come
+of the answer is expected to pay for the whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,11 +21,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from draftwood.attention import Work, pack
+from draftwood.attention import Work
 from draftwood.draft.base import DraftContext, Outcome
 from draftwood.draft.combine import LookupDrafter
+from draftwood.draft.horizon import Horizon
 from draftwood.draft.model import likely_tokens, top_shares
+from draftwood.draft.pace import SMALL, ForwardCost, Pace
 from draftwood.draft.rated import RatedTree
+from draftwood.draft.runner import DraftRunner, PlaneKV, expansion
 from draftwood.errors import CapacityError
 from draftwood.kv import BlockPool
 from draftwood.models.base import Model
@@ -35,12 +37,11 @@ from draftwood.tree import TokenTree
 _BRANCHES = 3
 _MAX_FORWARDS = 10  # of the draft model in one round
 _MAX_ROWS = 48  # slots behind the root that a round may use for drafting
-_CHUNK = 512
-_SMALL = 8  # rows of the draft model that cost about what one does
 _MOST_NODES = 40  # of all trees together, when their size is weighed
 # Share of the cost of reading a context that must have been missed before it is read.
-_SAVE_UP = 0.3
+_SAVE_UP = 0.5
 _PROBE_EVERY = 32  # rounds without the model before it is asked once, to see whether it is worth it
+_PROBE_SHARE = 0.05  # of the time of those rounds, the most that reading a context for it may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +52,17 @@ class DraftSource:
         model: the draft model.
         pool: the engine's pool; its draft plane holds this model's KV.
         num_tokens: ids below it mean the same for target and draft; others are not proposed.
+        cost: what a forward of the model takes; None learns it from those that run.
     """
 
     model: Model
     pool: BlockPool
     num_tokens: int
-
-    def forward(self, works: Sequence[Work]) -> Tensor:
-        """Logits of the wanted rows, over the tokens that may be proposed."""
-        assert self.pool.draft is not None, "the pool needs a draft plane"
-        batch = pack(works, self.pool.device)
-        return self.model.forward(batch, self.pool.draft)[:, : self.num_tokens]
+    cost: ForwardCost | None = None
 
 
 _Pair = tuple[DraftContext, RatedTree]
 _Asked = tuple[DraftContext, RatedTree, list[int]]  # and the nodes to be asked about
-
-
-class _Pace:
-    """What a draft forward costs, learned from those that ran: a base and so much a row."""
-
-    def __init__(self) -> None:
-        self._step_s = 0.0
-        self._row_s = 0.0
-        self.known = False  # whether any forward has run
-
-    def seconds(self, num_rows: int) -> float:
-        """Of a forward of so many rows; 0 before the first."""
-        return self._step_s + self._row_s * max(num_rows - _SMALL, 0)
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Learns from one forward; one that took far longer than usual counts little."""
-        self.known = True
-        if num_rows <= _SMALL:
-            known = self._step_s
-            self._step_s += 0.2 * (min(seconds, 3 * known) - known) if known else seconds
-        elif num_rows >= 4 * _SMALL:
-            own = max(seconds - self._step_s, 0.0) / (num_rows - _SMALL)
-            self._row_s += 0.3 * (own - self._row_s) if self._row_s else own
 
 
 class AutoDrafter(LookupDrafter):
@@ -113,11 +87,12 @@ class AutoDrafter(LookupDrafter):
         # Seconds that each sequence would have gained with its context in the draft's KV.
         self._savings: dict[str, float] = {}
         self._clock = clock
-        self._pace = _Pace()
+        self._cost: ForwardCost = (source and source.cost) or Pace()
+        self._runner = _runner(source, self._cost, clock) if source else None
+        self._horizon = Horizon()
         self._hit = 0.75
         self._target_s = 0.0  # a round without drafting
         self._unasked_rounds = 0
-        self._usual = math.inf  # tokens of a text, as a moving average of those that ended
         self._began = self._drafted = 0.0
 
     def prices(self, seconds: Callable[[int, float], float]) -> None:
@@ -132,12 +107,10 @@ class AutoDrafter(LookupDrafter):
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence; what was learned stays."""
         super().stop(seq)
+        if seq.finished:
+            self._horizon.observe(len(seq.tokens) - seq.num_prompt_tokens)
         self._savings.pop(seq.request_id, None)
         self._growths.pop(seq.request_id, None)
-        length = len(seq.tokens) - seq.num_prompt_tokens
-        if length:
-            known = self._usual
-            self._usual = length if math.isinf(known) else known + 0.1 * (length - known)
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Cheap trees, then as many forwards of the draft model as pay."""
@@ -179,7 +152,7 @@ class AutoDrafter(LookupDrafter):
             self._learn_hit(outcome)
             growth = self._growths.pop(seq.request_id, None)
             if growth is not None:
-                seq.lease.commit_draft(growth.base, growth.kept(outcome.tokens))
+                PlaneKV(seq.lease).keep(growth.base, growth.kept(outcome.tokens))
 
     def _learn_hit(self, outcome: Outcome) -> None:
         accepted = set(outcome.verdict.path)
@@ -202,44 +175,38 @@ class AutoDrafter(LookupDrafter):
             within = len(seq.tokens) + growth.depth(place) <= self._max_length
             if gain >= most / 4 and fits and within:
                 asked.append((seq, growth, path))
-        if not self._pace.known:
-            asked = asked[:1]  # reading the prompts of all may be dear: one tells
-        if self._pays(pairs, asked):
+        if self._pays(pairs, asked, probe):
             return asked
         # Those whose context is still to be read must not keep the others from being asked.
-        read = [item for item in asked if self._is_read(item[0], item[1])]
-        if 0 < len(read) < len(asked) and self._pays(pairs, read):
-            return read
-        return [min(asked, key=lambda item: self._num_unread(item[0]))] if probe and asked else []
+        read = [(seq, growth, path) for seq, growth, path in asked if self._is_read(seq, growth)]
+        return read if 0 < len(read) < len(asked) and self._pays(pairs, read, False) else []
 
-    def _pays(self, pairs: Sequence[_Pair], asked: Sequence[_Asked]) -> bool:
-        """Whether a forward of the draft model is expected to save time.
+    def _pays(self, pairs: Sequence[_Pair], asked: Sequence[_Asked], probe: bool) -> bool:
+        """Whether a forward of the draft model is expected to save time, or is due anyway.
 
         Args:
             pairs: all that it could be asked about.
             asked: where it would be.
+            probe: whether it has not been asked for long.
         """
+        if not asked:
+            return False
         before = [score for _, growth in pairs for score in growth.scores()]
         after = self._expected(pairs, asked)
         num_rows = sum(len(path) for _, _, path in asked)
-        unread = {
-            seq.request_id: self._num_unread(seq) for seq, growth, _ in asked if not growth.order
-        }
+        fresh = [seq for seq, growth, _ in asked if not growth.order]
+        price_s, reading_s = self._forward_s(num_rows, asked, fresh)
         spent_s = self._clock() - self._began
-        price_s = self._pace.seconds(num_rows)
-        reading_s = self._pace.seconds(num_rows + sum(unread.values())) - price_s
         now, later = self._token_s(before, spent_s), self._token_s(after, spent_s + price_s)
-        num_tokens = self._num_seqs + sum(sorted(after)[-_SMALL:])
-        saved_s = (now - later) * num_tokens
-        credit = sum(self._savings[name] for name in unread)
-        if saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s:
-            left = [self._num_left(seq) for seq, _, _ in asked if unread.get(seq.request_id)]
-            rounds_left = max(left, default=1.0) * self._num_seqs / num_tokens
-            return reading_s <= 0 or saved_s * max(rounds_left, 1.0) >= reading_s
+        saved_s = (now - later) * (self._num_seqs + sum(sorted(after)[-SMALL:]))
+        credit = sum(self._savings[seq.request_id] for seq in fresh)
+        enough = saved_s >= 0 and saved_s + credit >= _SAVE_UP * reading_s
+        if enough and (now - later) * self._num_seqs * self._rest(fresh) >= reading_s:
+            return True
         # The forward alone may pay while reading the context does not yet: save up for it.
-        for name in unread:
-            self._savings[name] += max(saved_s, 0.0) / len(unread)
-        return False
+        for seq in fresh:
+            self._savings[seq.request_id] += max(saved_s, 0.0) / len(fresh)
+        return probe and reading_s <= _PROBE_SHARE * self._unasked_rounds * self._costs[0]
 
     def _expected(self, pairs: Sequence[_Pair], asked: Sequence[_Asked]) -> list[float]:
         """Scores of all nodes as they are expected to become if the model is asked."""
@@ -251,15 +218,26 @@ class AutoDrafter(LookupDrafter):
             scores += growth.scores() if path is None else growth.scores_if_asked(path, hit)
         return scores
 
-    def _num_left(self, seq: DraftContext) -> float:
-        """Tokens that a text is expected to go on for.
+    def _forward_s(
+        self,
+        num_rows: int,
+        asked: Sequence[_Asked],
+        fresh: Sequence[DraftContext],
+    ) -> tuple[float, float]:
+        """Seconds of a forward of so many rows, and of reading what comes before them."""
+        context = sum(len(seq.tokens) for seq, _, _ in asked) / len(asked)
+        price_s = self._cost.at(context)(num_rows)
+        num_unread = sum(self._num_unread(seq) for seq in fresh)
+        # While a context is read it is half as long as in the end, on the average.
+        return price_s, self._cost.at(context / 2)(num_rows + num_unread) - price_s
 
-        As long as texts usually are, or as long as it is already: what has gone on for long goes
-        on for long. At most as long as it may.
-        """
-        length = len(seq.tokens) - seq.num_prompt_tokens
-        most = math.inf if seq.params.max_tokens is None else seq.params.max_tokens
-        return min(most - length, max(self._usual - length, length))
+    def _rest(self, seqs: Sequence[DraftContext]) -> float:
+        """Tokens that an answer is expected to get yet, the mean of some sequences."""
+        rests = []
+        for seq in seqs:
+            limit = seq.params.max_tokens or self._max_length
+            rests.append(self._horizon.rest(len(seq.tokens) - seq.num_prompt_tokens, limit))
+        return sum(rests) / len(rests) if rests else 0.0
 
     def _token_s(self, scores: Sequence[float], spent_s: float) -> float:
         """Seconds a token with the best number of nodes, where drafting has taken `spent_s`."""
@@ -278,7 +256,7 @@ class AutoDrafter(LookupDrafter):
         return [self._price(len(seqs) + n, context) for n in range(_MOST_NODES + 1)]
 
     def _is_read(self, seq: DraftContext, growth: RatedTree) -> bool:
-        return bool(growth.order) or self._num_unread(seq) <= _SMALL
+        return bool(growth.order) or self._num_unread(seq) <= SMALL
 
     def _num_unread(self, seq: DraftContext) -> int:
         """Tokens before the root that the draft model has not read."""
@@ -290,11 +268,9 @@ class AutoDrafter(LookupDrafter):
         works = [self._work(seq, growth, path) for seq, growth, path in ready]
         if not works:
             return False
-        begin = self._clock()
-        logits = self._forward(works)
-        num_rows = sum(len(work.tokens) for work in works)
-        if num_rows <= _SMALL:
-            self._pace.observe(num_rows, self._clock() - begin)
+        assert self._source is not None
+        assert self._runner is not None
+        logits = self._runner.forward(works)[:, : self._source.num_tokens]
         parts = torch.split(logits, [len(path) for _, _, path in ready])
         for (seq, growth, path), rows in zip(ready, parts, strict=True):
             growth.order.extend(path)
@@ -312,25 +288,19 @@ class AutoDrafter(LookupDrafter):
             lease.reserve(base - lease.length + _MAX_ROWS)
         except CapacityError:
             return False
-        lease.draft_length = min(lease.draft_length, base)
-        while base - lease.draft_length > _SMALL:
-            start = lease.draft_length
-            chunk = seq.tokens[start : min(start + _CHUNK, base)]
-            begin = self._clock()
-            self._forward([Work(lease, start, chunk, None, ())])
-            self._pace.observe(len(chunk), self._clock() - begin)
-            lease.draft_length = start + len(chunk)
+        kv = PlaneKV(lease)
+        kv.computed = min(kv.computed, base)
+        assert self._runner is not None
+        self._runner.read(kv, seq.tokens, base, spare=SMALL)
         self._savings[seq.request_id] = 0.0
         return True
 
     def _work(self, seq: DraftContext, growth: RatedTree, path: Sequence[int]) -> Work:
-        base = growth.base
+        kv, base = PlaneKV(seq.lease), growth.base
         if growth.order:
-            tree = growth.work_tree(path)
-            tokens = tree.tokens[len(growth.order) :]
-            return Work(seq.lease, base, tokens, tree, range(len(tokens)))
+            return expansion(kv, base, growth.work_tree(path), len(growth.order))
         # From what is still unread through the root down to the place: one chain.
-        start = seq.lease.draft_length
+        start = kv.computed
         unread = seq.tokens[start:base]
         chain = [*unread, *(growth.nodes[index].token for index in path)]
         return Work(seq.lease, start, chain, None, range(len(unread), len(chain)))
@@ -339,10 +309,6 @@ class AutoDrafter(LookupDrafter):
     def _max_length(self) -> int:
         """Positions the draft model has; 0 without one."""
         return self._source.model.spec.max_model_len if self._source else 0
-
-    def _forward(self, works: Sequence[Work]) -> Tensor:
-        assert self._source is not None
-        return self._source.forward(works)
 
     def _ranked(
         self, seq: DraftContext, growth: RatedTree, path: Sequence[int], logits: Tensor
@@ -359,3 +325,8 @@ class AutoDrafter(LookupDrafter):
             likely_tokens(row, seq.params, seq.seed, first + i)[:_BRANCHES]
             for i, row in enumerate(logits)
         ]
+
+
+def _runner(source: DraftSource, cost: ForwardCost, clock: Callable[[], float]) -> DraftRunner:
+    assert source.pool.draft is not None, "the pool needs a draft plane"
+    return DraftRunner(source.model, source.pool.draft, cost, clock)

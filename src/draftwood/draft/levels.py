@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftwood.attention import Work, pack
+from draftwood.attention import Work
 from draftwood.draft.base import DraftContext
-from draftwood.kv import Lease, Plane
+from draftwood.draft.pace import ForwardCost
+from draftwood.draft.runner import CHUNK, DraftKV, DraftRunner, expansion
+from draftwood.kv import Plane
 from draftwood.models.base import Model
 from draftwood.tree import TokenTree
 from draftwood.tree.token_tree import TreeBuilder
@@ -24,27 +25,9 @@ BRANCHES = 4
 _WIDTH = 4
 _MAX_DEPTH = 8
 _MIN_SCORE = 0.1
-_CHUNK = 512
 
 MAX_EXPANDED = _WIDTH * _MAX_DEPTH
 """Slots that the nodes of one tree take at most, the root not counted."""
-
-
-class DraftKV(Protocol):
-    """Where a draft model's KV of one sequence lies.
-
-    Attributes:
-        computed: how many of the sequence's first tokens have KV.
-    """
-
-    computed: int
-
-    @property
-    def lease(self) -> Lease:
-        """Its slots."""
-
-    def keep(self, start: int, path: Sequence[int]) -> None:
-        """Keeps the nodes on `path` of the tree whose root is at `start`; drops the others."""
 
 
 @dataclass(slots=True)
@@ -137,11 +120,19 @@ class LevelGrower:
     Args:
         model: the draft model.
         plane: where its KV lies.
+        cost: what a forward takes; None for unknown.
     """
 
-    def __init__(self, model: Model, plane: Plane) -> None:
-        self._model = model
-        self._plane = plane
+    def __init__(self, model: Model, plane: Plane, cost: ForwardCost | None = None) -> None:
+        self._runner = DraftRunner(model, plane, cost)
+
+    def round_s(self, mean_accepted: float) -> float:
+        """Seconds that growing one sequence's tree is expected to take; 0 where costs are unknown.
+
+        `mean_accepted` is that of `grow`.
+        """
+        cost = self._runner.cost
+        return _num_levels(mean_accepted) * cost.at(0)(_WIDTH) if cost else 0.0
 
     def grow(self, growths: Sequence[Growth], branch: Branch, mean_accepted: float) -> None:
         """Grows all trees together, one forward per level.
@@ -150,13 +141,13 @@ class LevelGrower:
         """
         for growth, logits in zip(growths, self._catch_up(growths), strict=True):
             branch(growth, [0], logits)
-        max_depth = min(_MAX_DEPTH, round(mean_accepted) + 2)
+        max_depth = _num_levels(mean_accepted)
         for _ in range(max_depth - 1):
             fresh = [(growth, growth.frontier(max_depth)) for growth in growths]
             fresh = [(growth, nodes) for growth, nodes in fresh if nodes]
             if not fresh:
                 return
-            logits = self._forward([_expansion(growth, nodes) for growth, nodes in fresh])
+            logits = self._runner.forward([_expansion(growth, nodes) for growth, nodes in fresh])
             rows = torch.split(logits, [len(nodes) for _, nodes in fresh])
             for (growth, nodes), own in zip(fresh, rows, strict=True):
                 growth.expanded.extend(nodes)
@@ -164,17 +155,13 @@ class LevelGrower:
 
     def read(self, growth: Growth) -> None:
         """Computes the KV of all that stands before the root."""
-        while growth.kv.computed < growth.base:
-            start = growth.kv.computed
-            ids = growth.ids[start : min(start + _CHUNK, growth.base)]
-            self._forward([Work(growth.kv.lease, start, ids, None, ())])
-            growth.kv.computed = start + len(ids)
+        self._runner.read(growth.kv, growth.ids, growth.base)
 
     def _catch_up(self, growths: Sequence[Growth]) -> list[Tensor]:
         """Runs the draft model over what it has not seen; logits at each root, [1, V]."""
         logits: dict[int, Tensor] = {}
         while len(logits) < len(growths):
-            works, computed, finals, left = [], [], [], _CHUNK
+            works, computed, finals, left = [], [], [], CHUNK
             for i, growth in enumerate(growths):
                 if i in logits or left == 0:
                     continue
@@ -188,17 +175,17 @@ class LevelGrower:
                 works.append(Work(growth.kv.lease, start, ids, None, rows))
                 computed.append((growth.kv, start + size))
                 finals += [i] if last else []
-            rows_out = self._forward(works)
+            rows_out = self._runner.forward(works)
             for kv, length in computed:
                 kv.computed = length
             logits.update({i: rows_out[row : row + 1] for row, i in enumerate(finals)})
         return [logits[i] for i in range(len(growths))]
 
-    def _forward(self, works: Sequence[Work]) -> Tensor:
-        return self._model.forward(pack(works, self._plane.spec.device), self._plane)
+
+def _num_levels(mean_accepted: float) -> int:
+    return min(_MAX_DEPTH, round(mean_accepted) + 2)
 
 
 def _expansion(growth: Growth, nodes: Sequence[int]) -> Work:
     tree = growth.expanded_tree(nodes)
-    tokens = tree.tokens[len(growth.expanded) :]
-    return Work(growth.kv.lease, growth.base, tokens, tree, range(len(tokens)))
+    return expansion(growth.kv, growth.base, tree, len(growth.expanded))

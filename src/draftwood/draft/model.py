@@ -8,7 +8,6 @@ round it keeps the accepted path, and the next round only runs over what is new.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,35 +15,17 @@ from torch import Tensor
 from draftwood.draft.base import DraftContext, Drafter, Outcome
 from draftwood.draft.grow import Calibrator
 from draftwood.draft.levels import BRANCHES, MAX_EXPANDED, Growth, LevelGrower
+from draftwood.draft.pace import ForwardCost
+from draftwood.draft.runner import PlaneKV
 from draftwood.errors import CapacityError
 from draftwood.kernels import ops
-from draftwood.kv import BlockPool, Lease
+from draftwood.kv import BlockPool
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams
 from draftwood.sampling.noise import gumbel
 from draftwood.sampling.pick import top_noisy
 from draftwood.sampling.processors import log_probs
 from draftwood.tree import TokenTree
-
-
-@dataclass(slots=True)
-class _DraftPlane:
-    """The draft's part of a sequence's own lease."""
-
-    lease: Lease
-
-    @property
-    def computed(self) -> int:
-        """Tokens whose KV the draft model has computed."""
-        return self.lease.draft_length
-
-    @computed.setter
-    def computed(self, length: int) -> None:
-        self.lease.draft_length = length
-
-    def keep(self, start: int, path: Sequence[int]) -> None:
-        """Keeps the nodes on `path`."""
-        self.lease.commit_draft(start, path)
 
 
 class ModelDrafter(Drafter):
@@ -54,18 +35,25 @@ class ModelDrafter(Drafter):
         model: the draft model.
         pool: the engine's pool; its draft plane holds this model's KV.
         num_tokens: ids below it mean the same for target and draft; others are not proposed.
+        cost: what a forward of the model takes; None for unknown.
     """
 
     name = "model"
 
-    def __init__(self, model: Model, pool: BlockPool, num_tokens: int) -> None:
+    def __init__(
+        self, model: Model, pool: BlockPool, num_tokens: int, cost: ForwardCost | None = None
+    ) -> None:
         assert pool.draft is not None, "the pool needs a draft plane"
         self._max_len = model.spec.max_model_len
-        self._grower = LevelGrower(model, pool.draft)
+        self._grower = LevelGrower(model, pool.draft, cost)
         self._num_tokens = min(num_tokens, model.spec.vocab_size)
         self._growths: dict[str, Growth] = {}
         self._mean_accepted = 2.0
         self.calibrator = Calibrator()
+
+    def round_s(self) -> float:
+        """Seconds of the forwards of a round of middling depth."""
+        return self._grower.round_s(self._mean_accepted)
 
     def propose(self, seqs: Sequence[DraftContext], budgets: Sequence[int]) -> list[TokenTree]:
         """Grows the trees of all sequences together, one forward per level."""
@@ -74,7 +62,7 @@ class ModelDrafter(Drafter):
         for seq, budget in zip(seqs, budgets, strict=True):
             room = self._max_len - len(seq.tokens) + 1
             if room > 0 and _reserve(seq):
-                growths.append(Growth(seq, _DraftPlane(seq.lease), seq.tokens, budget, room))
+                growths.append(Growth(seq, PlaneKV(seq.lease), seq.tokens, budget, room))
         self._grower.grow(growths, self._branch, self._mean_accepted)
         # Only now: had a forward failed, there would be no KV to commit.
         self._growths = {growth.seq.request_id: growth for growth in growths}

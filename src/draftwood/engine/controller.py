@@ -35,7 +35,8 @@ class Controller:
         max_nodes: most draft nodes per sequence and round.
         trust: accepted draft tokens over promised ones, as a moving average.
         draft_s: seconds of drafting a round, the median of the last ones: a long prompt that a
-            draft model reads once must not speak for the rounds behind it.
+            draft model reads once must not speak for the rounds behind it. Before the first it is
+            what the drafter expects.
         gain: speed over plain decoding that rounds with a draft were expected to give, as a moving
             average; below 1 drafting rests.
         sizes: how often each number of nodes was chosen.

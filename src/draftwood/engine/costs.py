@@ -1,7 +1,7 @@
 """What a forward costs on this machine, by rows and context.
 
-Measured once at the start (under three seconds), kept in the cache for this model, dtype, number of
-threads and machine, and corrected by every round that runs.
+Measured once at the start (under three seconds, a draft model's included), kept in the cache for
+this model, dtype, number of threads and machine, and corrected by every forward that runs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import torch
 
 from draftwood.attention import Work, pack
 from draftwood.cache import cache_dir
-from draftwood.kv import BlockPool, Lease
+from draftwood.kv import BlockPool, Lease, Plane
 from draftwood.models.base import Model
 from draftwood.tree.shape import CostTable
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 _ORDER = (1, 16, 4, 8, 32, 2, 64)  # a slow machine gets through the first few only
 _FAR_CONTEXT = 1024
-_BUDGET_S = 1.2  # for each of the two contexts
+_BUDGET_S = 0.85  # for each of the two contexts
+_DRAFT_BUDGET_S = 0.3
 _VERSION = 2
 _FORGET = 0.98  # a round later a size counts as so much of a seen one
 _FAINT = 0.1
@@ -116,38 +117,50 @@ class CostModel:
         return [(right - 1, 1 - share), (right, share)]
 
 
-def cost_model(model: Model, pool: BlockPool) -> CostModel:
-    """The cached cost model of `model` on this machine, or a fresh one."""
+def cost_model(model: Model, pool: BlockPool, *, draft: bool = False) -> CostModel:
+    """The cached cost model of `model` on this machine, or a fresh one.
+
+    Args:
+        model: the target, or the draft model.
+        pool: with room for a few forwards.
+        draft: whether it is the draft model, whose KV lies in the pool's draft plane, if it has one
+            (else in the only one). Its forwards are short, and so is the time they are given.
+    """
     path = _path(model)
     known = _read(path)
     if known is not None:
         return known
-    fresh = measure(model, pool)
+    plane = pool.draft if draft and pool.draft is not None else pool.target
+    fresh = measure(model, pool, plane, _DRAFT_BUDGET_S if draft else _BUDGET_S)
     if len(fresh.near.rows) == len(_SIZES):  # else the machine was too busy to be judged
         _write(path, fresh)
     return fresh
 
 
-def measure(model: Model, pool: BlockPool) -> CostModel:
-    """Times forwards of growing numbers of rows at two contexts."""
+def measure(model: Model, pool: BlockPool, plane: Plane, budget_s: float) -> CostModel:
+    """Times forwards of growing numbers of rows at two contexts, about `budget_s` for each."""
+
+    def forward(context: int) -> Callable[[int], float]:
+        return lambda size: _time_forward(model, pool, plane, context, size)
+
     room = (pool.num_free - 1) * pool.block_size
-    near = _table(lambda size: _time_forward(model, pool, 0, size), _ORDER, _BUDGET_S, room)
+    near = _table(forward(0), _ORDER, budget_s, room)
     far_context = min(_FAR_CONTEXT, model.spec.max_model_len - max(_SIZES), room - max(_SIZES))
     if far_context < 64:
         return CostModel(near, near, 0)
     sizes = [size for size in _ORDER if size in near.rows]
-    far = _table(lambda size: _time_forward(model, pool, far_context, size), sizes, _BUDGET_S, room)
+    far = _table(forward(far_context), sizes, budget_s, room)
     return CostModel(near, far, far_context)
 
 
-def _time_forward(model: Model, pool: BlockPool, context: int, size: int) -> float:
+def _time_forward(model: Model, pool: BlockPool, plane: Plane, context: int, size: int) -> float:
     """Seconds of one forward; what the context's slots hold does not matter for its time."""
     lease = Lease(pool)
     try:
         lease.reserve(context + size)
         batch = pack([Work(lease, context, [0] * size, None, range(size))], pool.device)
         begin = perf_counter()
-        model.forward(batch, pool.target)
+        model.forward(batch, plane)
         if pool.device.type == "cuda":
             torch.cuda.synchronize(pool.device)
         return perf_counter() - begin
@@ -167,11 +180,11 @@ def _table(
     measured: dict[int, float] = {}
     spent = 0.0
     for size in sizes:
-        if size > room or (measured and spent > budget_s):
-            continue
-        times = [forward(size) for _ in range(2)]
-        spent += sum(times)
-        measured[size] = min(times)
+        for _ in range(2):
+            if size <= room and (not measured or spent <= budget_s):
+                took = forward(size)
+                spent += took
+                measured[size] = min(measured.get(size, took), took)
     rows = sorted(measured)
     seconds = [measured[size] for size in rows]
     for i in range(len(seconds) - 1, 0, -1):

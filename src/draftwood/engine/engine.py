@@ -76,7 +76,9 @@ class Engine:
         behind = TieredPrefix(self.prefix, pool, tiers) if tiers else None
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
         cost = cost_model(model, pool) if speculative and config.adaptive else None
-        self.controller = Controller(cost, config.max_tree_nodes if speculative else 0)
+        self.controller = Controller(
+            cost, config.max_tree_nodes if speculative else 0, draft_s=self.drafter.round_s()
+        )
         if cost is not None:
             self.drafter.prices(lambda rows, context: cost.at(context)(rows))
         self._scheduler = Scheduler(config, self.drafter, behind)

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "attention.hpp"
+#include "attention_plan.hpp"
 #include "team.hpp"
 
 namespace dw {

@@ -52,14 +52,7 @@ static void noisy_top_row(const float* x, int64_t n, float temperature, uint64_t
     };
     int count = 0;
     const auto insert = [&](double v, int64_t i) {
-        if (count == k && !(v > keys[k - 1])) return;
-        int at = count < k ? count++ : k - 1;
-        for (; at > 0 && v > keys[at - 1]; --at) {
-            keys[at] = keys[at - 1];
-            tokens[at] = tokens[at - 1];
-        }
-        keys[at] = v;
-        tokens[at] = i;
+        insert_sorted(v, i, keys, tokens, count, k);
     };
     // The k-th best of some likely tokens is a bound from below that lets most others be skipped.
     double bound = -std::numeric_limits<double>::infinity();

@@ -61,19 +61,26 @@ static void embedding_row(const Packed& p, int64_t token, int group, float* out,
     }
 }
 
+// Puts a value and its index into the `count` best so far, at most k and largest first; behind equal
+// ones, so the first to come stays first.
+template <class T>
+DW_INLINE void insert_sorted(T v, int64_t i, T* values, int64_t* indices, int& count, int k) {
+    if (count == k && !(v > values[k - 1])) return;
+    int at = count < k ? count++ : k - 1;
+    for (; at > 0 && v > values[at - 1]; --at) {
+        values[at] = values[at - 1];
+        indices[at] = indices[at - 1];
+    }
+    values[at] = v;
+    indices[at] = i;
+}
+
 // The k largest of a row, largest first, the lower index first among equals; NaN never enters.
 static void top_k_row(const float* x, int64_t n, int k, float* values, int64_t* indices) {
     constexpr float lowest = -std::numeric_limits<float>::infinity();
     int count = 0;
     const auto insert = [&](float v, int64_t i) {
-        if (std::isnan(v) || (count == k && !(v > values[k - 1]))) return;
-        int at = count < k ? count++ : k - 1;
-        for (; at > 0 && v > values[at - 1]; --at) {
-            values[at] = values[at - 1];
-            indices[at] = indices[at - 1];
-        }
-        values[at] = v;
-        indices[at] = i;
+        if (!std::isnan(v)) insert_sorted(v, i, values, indices, count, k);
     };
     int64_t i = 0;
     for (; i < n && count < k; ++i) insert(x[i], i);
