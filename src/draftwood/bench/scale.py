@@ -48,9 +48,9 @@ class ScalePlan:
     failures: int = 0
     noticed_s: float = 1.0
     restart_s: float = 30.0
-    report_s: float = 5.0
+    report_s: float = 10.0
     warm_up: float = 0.2
-    trace: TracePlan = field(default_factory=lambda: TracePlan(requests=100_000))
+    trace: TracePlan = field(default_factory=lambda: TracePlan(requests=60_000))
     service: Service = field(default_factory=Service)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ _STEPS = 50  # of the bar, for each policy
 
 def scale(
     replicas: Annotated[int, typer.Option(help="How many.")] = 1000,
-    requests: Annotated[int, typer.Option(help="Turns of all conversations, about.")] = 100_000,
+    requests: Annotated[int, typer.Option(help="Turns of all conversations, about.")] = 60_000,
     load: Annotated[
         float, typer.Option(help="Work offered, with nothing cached, over what they can do.")
     ] = 0.7,

@@ -9,8 +9,9 @@ one by one: reading and writing go on at constant rates.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,6 +67,11 @@ class Job:
     to_read: float = field(default=0.0)
 
 
+def known(keys: Sequence[bytes], among: Container[bytes]) -> int:
+    """How many of the first blocks of a chain are known, where no block is without its parents."""
+    return bisect_left(range(len(keys)), True, key=lambda i: keys[i] not in among)
+
+
 class BlockCache:
     """The blocks that a replica has, least recently used first."""
 
@@ -77,7 +83,7 @@ class BlockCache:
     def match(self, keys: Sequence[bytes]) -> int:
         """How many of the first blocks are there; they count as used."""
         blocks = self._blocks
-        count = next((i for i, key in enumerate(keys) if key not in blocks), len(keys))
+        count = known(keys, blocks)
         for key in reversed(keys[:count]):
             blocks.move_to_end(key)
         return count
@@ -86,8 +92,10 @@ class BlockCache:
         """Adds a chain; the end of the oldest one goes."""
         blocks = self._blocks
         for key in reversed(keys):
-            blocks[key] = None
-            blocks.move_to_end(key)
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                blocks[key] = None
         while len(blocks) > self._size:
             self._evicted.append(blocks.popitem(last=False)[0])
 

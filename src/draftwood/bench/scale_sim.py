@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf, isnan, nan
+from struct import Struct
 from time import thread_time
 
-from draftwood.bench.scale_replica import Job, Replica, Service
+from draftwood.bench.scale_replica import Job, Replica, Service, known
 from draftwood.bench.scale_trace import Talk, Trace
 from draftwood.serve.router import Prompt, Report, Router
+
+_NAME = Struct(">QQ")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,22 +51,27 @@ class Keys:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._shared: dict[tuple[int, int], bytes] = {}
+        self._talks: dict[int, list[bytes]] = {}
 
     def of(self, talk: Talk, num_tokens: int) -> tuple[bytes, ...]:
         """Keys of the full blocks of a talk's first tokens."""
-        keys: list[bytes] = []
-        for name, covered in talk.shared:
-            keys += (self._key(name, i) for i in range(len(keys), covered // self._size))
+        keys = self._talks.get(talk.number)
+        if keys is None:
+            keys = self._talks[talk.number] = self._beginning(talk)
         number = talk.number + (1 << 32)
-        own = range(len(keys), num_tokens // self._size)
-        keys += (number.to_bytes(8, "big") + i.to_bytes(8, "big") for i in own)
+        keys += (_NAME.pack(number, i) for i in range(len(keys), num_tokens // self._size))
         return tuple(keys[: num_tokens // self._size])
 
-    def _key(self, name: int, i: int) -> bytes:
-        key = self._shared.get((name, i))
-        if key is None:
-            key = self._shared[name, i] = name.to_bytes(8, "big") + i.to_bytes(8, "big")
-        return key
+    def forget(self, talk: Talk) -> None:
+        """A talk is over."""
+        self._talks.pop(talk.number, None)
+
+    def _beginning(self, talk: Talk) -> list[bytes]:
+        keys: list[bytes] = []
+        for name, covered in talk.shared:
+            for i in range(len(keys), covered // self._size):
+                keys.append(self._shared.setdefault((name, i), _NAME.pack(name, i)))
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +168,10 @@ class Simulation:
         later = self._keys.of(talk, tokens + answer)
         keys = later[: tokens // self._service.block_size]
         request = Request(keys, later, tokens, answer, talk=talk, turn=turn, come_s=now)
-        seen = next((i for i, key in enumerate(keys) if key not in self._seen), len(keys))
+        seen = known(keys, self._seen)
         request.possible = min(seen * self._service.block_size, tokens - 1)
         self._send(request, now)
-        self._seen.update(keys)
+        self._seen.update(keys[seen:])
 
     def _send(self, request: Request, now: float) -> None:
         begin = thread_time()
@@ -205,12 +213,14 @@ class Simulation:
     def _end(self, request: Request, now: float) -> None:
         request.end_s = now
         self._router.done(request.ticket, request.later)
-        self._seen.update(request.later)
+        self._seen.update(request.later[known(request.later, self._seen) :])
         self._done.append(request)
         self._on_end()
         talk, turn = request.talk, request.turn
         if turn + 1 < len(talk.messages):
             self._turn(talk, turn + 1, now + talk.thinks_s[turn])
+        else:
+            self._keys.forget(talk)
 
     def _report(self, now: float) -> None:
         for number, (name, replica) in enumerate(zip(self._names, self._replicas, strict=True)):

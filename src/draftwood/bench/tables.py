@@ -278,9 +278,9 @@ def overhead_table(overhead: Overhead) -> RenderableType:
 def scale_table(points: Sequence[ScalePoint]) -> RenderableType:
     """Hit rate, balance and waits by policy."""
     table = Table()
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     columns = ("cached", "possible", "balance", "first s", "p95", "p99", "answer s", "p95", "p99")
-    for column in (*columns, "decision us", "retried"):
+    for column in (*columns, "route us", "retried"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in points:
         firsts = (point.ttft_p50_s, point.ttft_p95_s, point.ttft_p99_s)
