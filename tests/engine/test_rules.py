@@ -173,6 +173,27 @@ def test_logprobs_are_teacher_forced_ones(speculation: bool) -> None:
         assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [3, 5, 7, 16])
+@pytest.mark.parametrize("spare", range(3))
+def test_prompt_logprobs_survive_being_put_back(chunk: int, spare: int) -> None:
+    """The prompt is then computed again in other chunks, which begin in front of what is known."""
+    prompts = tiny.random_prompts((17, 29, 23, 26))
+    params = SamplingParams(max_tokens=16, prompt_logprobs=2, ignore_eos=True)
+    wanted = [tiny.tiny_llm("llama").outputs([prompt], params)[0] for prompt in prompts]
+    config = {"block_size": 2, "max_batch_tokens": chunk, "num_blocks": 29 + spare}
+    llm = tiny.tiny_llm("llama", drafter="bushy", **config)
+    outputs = llm.outputs(prompts, params)
+    assert llm.engine.num_preemptions > 0
+    for output, one in zip(outputs, wanted, strict=True):
+        assert output.prompt_logprobs is not None
+        assert one.prompt_logprobs is not None
+        got, expected = output.prompt_logprobs[1:], one.prompt_logprobs[1:]
+        assert [each.token for each in got if each] == list(one.prompt_token_ids[1:])
+        assert [each.logprob for each in got if each] == pytest.approx(
+            [each.logprob for each in expected if each], abs=1e-4
+        )
+
+
 def test_n_outputs_share_the_prompts_kv_and_keep_their_texts() -> None:
     llm = tiny.tiny_llm("llama", block_size=4)
     prompt = list(range(1, 22))

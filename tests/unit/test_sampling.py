@@ -134,3 +134,41 @@ def test_walk_follows_matches_and_stops_at_the_first_miss() -> None:
     assert verdict.tokens == (3, 4, 9)
     assert (verdict.next_token, verdict.num_accepted, verdict.num_drafted) == (9, 2, 4)
     assert depths == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"top_k": 2.5}, "top_k is 2.5: it must be an integer"),
+        ({"max_tokens": "7"}, "max_tokens is '7': it must be an integer"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"n": None}, "n is None: it must be an integer"),
+        ({"temperature": "hot"}, "temperature is 'hot': it must be a number"),
+        ({"top_p": None}, "top_p is None: it must be a number"),
+        ({"ignore_eos": "false"}, "ignore_eos is 'false': it must be True or False"),
+        ({"cache_salt": 7}, "cache_salt is 7: it must be a string"),
+        ({"stop": ["a", 3]}, "stop is .*non-empty strings"),
+        ({"stop": 3}, "stop is 3: it must be a sequence"),
+        ({"bad_words": ["a", ""]}, "bad_words is .*non-empty strings"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids is .*token ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5: it must be a sequence"),
+        ({"logits_processors": ["a"]}, "logits_processors is .*functions"),
+        ({"logit_bias": [1]}, "logit_bias is .*mapping"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias is 'a': it must be keyed by token ids"),
+        ({"logit_bias": {1: "a"}}, "logit_bias is 'a': it must be made of numbers"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias is nan"),
+        ({"max_draft_depth": -1}, "max_draft_depth is -1: it must be at least 0"),
+    ],
+)
+def test_wrong_types_are_refused_at_once(values: dict[str, Any], words: str) -> None:
+    """Later they would stop a round, and with it the requests of others."""
+    with pytest.raises(ConfigError, match=words):
+        SamplingParams(**values)
+
+
+def test_one_word_is_one_word_and_json_has_token_ids_as_strings() -> None:
+    """`bad_words="foo"` once banned three letters; JSON cannot write integer keys."""
+    params = SamplingParams(bad_words="foo", stop="bar", logit_bias={"5": 1, 6: -math.inf})  # type: ignore[arg-type, dict-item]
+    assert (params.bad_words, params.stop) == (("foo",), ("bar",))
+    assert params.logit_bias == {5: 1, 6: -math.inf}
+    assert params.but(seed=1).but(seed=None) == params

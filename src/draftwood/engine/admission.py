@@ -130,6 +130,8 @@ class Admission:
         if not prompt_ids:
             raise PromptError("the prompt is empty: give at least one token")
         for token in prompt_ids:
+            if not hasattr(token, "__index__"):
+                raise PromptError(f"the prompt holds {token!r}: token ids are integers")
             if not 0 <= token < self.vocab_size:
                 raise PromptError(
                     f"token id {token} does not exist: the vocabulary has {self.vocab_size} ids"

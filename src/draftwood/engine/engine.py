@@ -272,16 +272,20 @@ class Engine:
         ]
 
     def _read_prompt_logprobs(self, jobs: Seq[Job], logits: Seq[Tensor]) -> None:
-        """Log-probabilities of prompt tokens, from the rows before each."""
+        """Log-probabilities of prompt tokens, from the rows before each.
+
+        A request that was put back computes its prompt again, in other chunks.
+        """
         for job, rows in zip(jobs, logits, strict=True):
             num_top = job.seq.params.prompt_logprobs
-            start = job.work.context + 1
-            if num_top is None or start != len(job.seq.prompt_logprobs) + 1:
+            known = len(job.seq.prompt_logprobs)
+            skip = known - job.work.context
+            if num_top is None or skip < 0:
                 continue
-            tokens = job.seq.tokens[start : job.seq.num_prompt_tokens]
+            tokens = job.seq.tokens[known + 1 : job.seq.num_prompt_tokens]
             job.seq.prompt_logprobs.extend(
                 token_logprobs(row, token, num_top)
-                for row, token in zip(rows, tokens, strict=False)
+                for row, token in zip(rows[skip:], tokens, strict=False)
             )
 
     def _learn(self, jobs: Seq[Job], outcomes: Seq[Outcome]) -> None:

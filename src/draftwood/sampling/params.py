@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 from draftwood.errors import ConfigError
@@ -90,11 +91,8 @@ class SamplingParams:
     structured: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        self._bring_into_form()
+        self._check_types()
         if self.structured is not None:
             object.__setattr__(self, "structured", StructuredOutputsParams.of(self.structured))
             _require(
@@ -107,10 +105,41 @@ class SamplingParams:
         self._check_probabilities()
         self._check_penalties()
         self._check_beams()
-        _require(all(self.stop), "stop", self.stop, "non-empty strings")
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "from 0 to 2**64 - 1"
         )
+
+    def _bring_into_form(self) -> None:
+        """Sequences become tuples, one string one word; token ids may be the strings of JSON."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, _tuple(name, (value,) if _is_text(value) else value))
+        for name in ("stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        if self.logit_bias is not None:
+            _require(
+                isinstance(self.logit_bias, Mapping),
+                "logit_bias",
+                self.logit_bias,
+                "a mapping from token ids to numbers",
+            )
+            bias = {_token_id(token): value for token, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
+
+    def _check_types(self) -> None:
+        """What is of a wrong type would stop the round of all requests later on."""
+        for f in fields(self):
+            check, rule = _TYPES.get(f.name, (None, ""))
+            value = getattr(self, f.name)
+            if check is not None and not (value is None and f.default is None):
+                _require(check(value), f.name, value, rule)
+        for name, check, rule in (
+            ("stop", _is_word, "non-empty strings"),
+            ("bad_words", _is_word, "non-empty strings"),
+            ("stop_token_ids", _is_integer, "token ids"),
+            ("logits_processors", callable, "functions of (input_ids, scores)"),
+        ):
+            _require(all(map(check, getattr(self, name))), name, getattr(self, name), rule)
 
     def _check_counts(self) -> None:
         _require(
@@ -147,11 +176,13 @@ class SamplingParams:
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "from -2 to 2")
         for token, bias in (self.logit_bias or {}).items():
+            _require(_is_integer(token) and token >= 0, "logit_bias", token, "keyed by token ids")
             _require(
-                isinstance(token, int) and token >= 0, "logit_bias", token, "keyed by token ids"
+                _is_number(bias) and bias < math.inf,
+                "logit_bias",
+                bias,
+                "made of numbers below infinity",
             )
-            _require(bias < math.inf, "logit_bias", bias, "made of numbers below infinity")
-        _require(all(self.bad_words), "bad_words", self.bad_words, "non-empty strings")
 
     def _check_beams(self) -> None:
         _require(self.num_beams >= 1, "num_beams", self.num_beams, "at least 1")
@@ -217,6 +248,63 @@ class SamplingParams:
                 f"unknown sampling parameter {unknown[0]!r}: known are {', '.join(sorted(known))}"
             )
         return cls(**values)
+
+
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError as error:
+        raise ConfigError(f"{name} is {value!r}: it must be a sequence") from error
+
+
+def _token_id(token: object) -> object:
+    return int(token) if isinstance(token, str) and token.isdecimal() else token
+
+
+def _types(names: str, check: Callable[[object], bool], rule: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), (check, rule))
+
+
+_TYPES = {
+    **_types(
+        "max_tokens top_k min_tokens logprobs prompt_logprobs n num_beams num_return_sequences "
+        "seed max_tree_nodes max_draft_depth",
+        _is_integer,
+        "an integer",
+    ),
+    **_types(
+        "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty "
+        "length_penalty",
+        _is_number,
+        "a number",
+    ),
+    **_types(
+        "include_stop_str_in_output ignore_eos speculation skip_special_tokens",
+        _is_switch,
+        "True or False",
+    ),
+    **_types("cache_salt", _is_text, "a string"),
+}
 
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
