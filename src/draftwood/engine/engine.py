@@ -224,7 +224,7 @@ class Engine:
         trees = [_guide(*each) for each in zip(seqs, trees, budgets, strict=True)]
         # The last token of a sequence needs no node: it is the bonus token.
         trees = [
-            tree.clip(max(seq.max_length - len(seq.tokens) - 1, 0))
+            tree.clip(min(max(seq.max_length - len(seq.tokens) - 1, 0), _depth(seq)))
             for seq, tree in zip(seqs, trees, strict=True)
         ]
         room = max(self.config.max_batch_tokens - len(seqs) - other_rows, 0)
@@ -343,9 +343,15 @@ def _mean_context(seqs: Seq[Sequence]) -> float:
     return sum(len(seq.tokens) for seq in seqs) / max(len(seqs), 1)
 
 
+def _depth(seq: Sequence) -> int:
+    """Draft tokens in a row that this sequence wants at most."""
+    own = seq.params.max_draft_depth
+    return seq.max_length if own is None else own
+
+
 def _budget(seq: Sequence, budget: int) -> int:
     """Draft nodes this sequence may propose."""
-    if not seq.params.speculation:
+    if not seq.params.speculation or seq.params.max_draft_depth == 0:
         return 0
     own = seq.params.max_tree_nodes
     return budget if own is None else min(budget, own)

@@ -50,6 +50,8 @@ class SamplingParams:
         speculation: False decodes this request plainly.
         max_tree_nodes: upper bound on draft nodes a round for this request; None leaves it to
             the engine.
+        max_draft_depth: most draft tokens in a row a round for this request, so the depth of its
+            trees; None leaves it to the drafter.
         skip_special_tokens: leave special tokens out of the text.
         cache_salt: requests reuse each other's KV only where this is equal: give each tenant one,
             and nobody can learn from response times what others have asked.
@@ -83,6 +85,7 @@ class SamplingParams:
     ignore_eos: bool = False
     speculation: bool = True
     max_tree_nodes: int | None = None
+    max_draft_depth: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     structured: StructuredOutputsParams | Mapping[str, Any] | None = None
@@ -129,12 +132,9 @@ class SamplingParams:
             _require(value is None or 0 <= value <= 100, name, value, "from 0 to 100")
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.top_k >= -1, "top_k", self.top_k, "at least 1, or 0 to keep every token")
-        _require(
-            self.max_tree_nodes is None or self.max_tree_nodes >= 0,
-            "max_tree_nodes",
-            self.max_tree_nodes,
-            "at least 0",
-        )
+        for name in ("max_tree_nodes", "max_draft_depth"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, name, value, "at least 0")
 
     def _check_penalties(self) -> None:
         penalty = self.repetition_penalty

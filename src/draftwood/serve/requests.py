@@ -68,6 +68,7 @@ class Sampling(_Strict):
     timeout: Annotated[float, Field(gt=0)] | None = None
     speculation: bool | None = None
     max_tree_nodes: _Id | None = None
+    max_draft_depth: _Id | None = None
     rounds: bool | None = None
 
 

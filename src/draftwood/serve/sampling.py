@@ -29,6 +29,7 @@ _SAME = (
     "cache_salt",
     "speculation",
     "max_tree_nodes",
+    "max_draft_depth",
 )
 
 
