@@ -253,9 +253,7 @@ class _Loader:
         try:
             answer = await ask(target, "POST", path, body)
             if answer.status != 200:
-                return _Text(
-                    LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}")
-                )
+                return _Text(LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}"))
             return _Text(LoadRecord(**known, **_times(answer)), answer.begin)
         except (OSError, EOFError, ValueError, LookupError) as error:
             return _Text(LoadRecord(**known, error=f"{type(error).__name__}: {error}"))
