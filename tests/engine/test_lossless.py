@@ -278,23 +278,27 @@ def test_a_request_may_cap_its_trees() -> None:
     assert list(most.values()) == [0, 1, 3, 8]
 
 
-def test_a_request_may_cap_how_deep_its_trees_are() -> None:
-    """`max_draft_depth` likewise; 0 drafts nothing."""
-    most: dict[str, int] = {}
+def test_a_request_may_cap_the_depth_of_its_trees() -> None:
+    """And stays as wide as it was; nobody else's tree gets lower."""
+    depths: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     class Watch:
         def on_round(self, round_: Round) -> None:
             for request_id, outcome in zip(round_.request_ids, round_.outcomes, strict=True):
-                most[request_id] = max(most.get(request_id, 0), max(outcome.tree.depths))
+                depth = max(outcome.tree.depths)
+                depths[request_id] = max(depths.get(request_id, 0), depth)
+                sizes[request_id] = max(sizes.get(request_id, 0), outcome.verdict.num_drafted)
 
-    llm = build("self", PARAMS["greedy"], max_tree_nodes=12)
+    llm = build("self", PARAMS["greedy"], max_tree_nodes=8)
     llm.engine.observers.append(Watch())
-    params = [PARAMS["greedy"].but(max_draft_depth=depth) for depth in (0, 1, 3, None)]
-    texts = llm.run(PROMPTS, params)
-    assert texts == [plain(p, PARAMS["greedy"]) for p in PROMPTS]
-    *capped, free = most.values()
-    assert capped == [0, 1, 3]
-    assert free > 3
+    caps = (0, 1, 2, None)
+    params = [PARAMS["greedy"].but(max_draft_depth=cap) for cap in caps]
+    outputs = llm.outputs(PROMPTS, params)
+    assert [list(o.token_ids) for o in outputs] == [plain(p, PARAMS["greedy"]) for p in PROMPTS]
+    assert list(depths.values())[:3] == [0, 1, 2]
+    assert list(depths.values())[3] > 2
+    assert list(sizes.values())[1] > 1
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -356,6 +360,7 @@ sampling = st.builds(
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     seed=st.integers(0, 2**64 - 1),
     max_tree_nodes=st.sampled_from([None, None, 0, 3]),
+    max_draft_depth=st.sampled_from([None, None, 0, 1, 2]),
     speculation=st.sampled_from([True, True, True, False]),
     ignore_eos=st.just(True),
 )

@@ -81,9 +81,29 @@ def test_the_text_does_not_depend_on_speculation(client: openai.OpenAI) -> None:
         asked: dict[str, Any] = {"prompt": "def add(first", "max_tokens": 40, "seed": 5}
         return client.completions.create(model=MODEL, extra_body=extra, **asked).choices[0].text
 
-    texts = {text(), text(speculation=False), text(max_tree_nodes=1), text(priority=3)}
-    texts.add(text(max_draft_depth=1))
-    assert len(texts) == 1
+    limits = {"max_tree_nodes": 1}, {"max_draft_depth": 1}, {"max_draft_depth": 0}
+    others = {"speculation": False}, {"priority": 3}
+    assert len({text(), *(text(**one) for one in (*limits, *others))}) == 1
+
+
+def test_speculation_is_limited_by_request(client: openai.OpenAI) -> None:
+    """The metrics of each answer show what its fields allowed."""
+
+    def spec(**extra: Any) -> dict[str, Any]:
+        text = client.completions.create(
+            model=MODEL, prompt="the fox the fox the", max_tokens=40, seed=5, extra_body=extra
+        )
+        assert text.model_extra is not None
+        found: dict[str, Any] = text.model_extra["metrics"]["speculative_decoding"]
+        return found
+
+    assert spec(ignore_eos=True)["num_draft_tokens"] > 0
+    for plain in ({"speculation": False}, {"max_tree_nodes": 0}, {"max_draft_depth": 0}):
+        assert spec(ignore_eos=True, **plain)["num_draft_tokens"] == 0
+    low = spec(ignore_eos=True, max_draft_depth=1)
+    assert len(low["acceptance_histogram"]) <= 2  # 0 or 1 accepted, never more
+    few = spec(ignore_eos=True, max_tree_nodes=2)
+    assert few["num_draft_tokens"] <= 2 * few["num_spec_steps"]
 
 
 def test_prompts_may_be_texts_or_ids_one_or_many(client: openai.OpenAI, live: Live) -> None:

@@ -86,7 +86,9 @@ class LoadPoint:
 
     Attributes:
         concurrency, speculation: which.
-        tokens_per_s: of all clients together; the median over blocks.
+        tokens_per_s: of all clients together, while every one of them was busy; the median over
+            blocks. A block's end, where the last clients have the server to themselves, is left
+            out.
         num_requests, num_failed: texts asked for, and those that did not come.
         ttft_p50_s, ttft_p99_s: seconds to the first text.
         itl_p50_s, itl_p99_s: seconds between chunks of a text.
@@ -200,10 +202,8 @@ class _Loader:
                 for turn, mode in enumerate(self._plan.modes[:: 1 if block % 2 == 0 else -1]):
                     if turn and self._plain is None:
                         numbers = self._take(clients)
-                    begin = perf_counter()
-                    done = await self._block(clients, mode, block, numbers)
-                    tokens = sum(record.num_tokens for record in done)
-                    speeds[mode].append(tokens / (perf_counter() - begin))
+                    speed, done = await self._block(clients, mode, block, numbers)
+                    speeds[mode].append(speed)
                     records[mode] += done
             points += [
                 _point(clients, mode, speeds[mode], records[mode]) for mode in self._plan.modes
@@ -220,27 +220,31 @@ class _Loader:
     async def _try(self) -> None:
         """A text of each mode, to see that there is any and to have all of it warm."""
         for mode in self._plan.modes:
-            record = await self._one(1, mode, -1, self._next)
+            record = (await self._one(1, mode, -1, self._next)).record
             self._next += 1
             if record.error is not None:
                 raise ConfigError(f"the server gave no text: {record.error}")
 
     async def _block(
         self, clients: int, mode: bool | None, block: int, numbers: Sequence[int]
-    ) -> list[LoadRecord]:
-        """A block's texts; a client asks for its next one when it has the last."""
+    ) -> tuple[float, list[LoadRecord]]:
+        """A block's speed and texts; a client asks for its next one when it has the last."""
         left = iter(numbers)
-        records: list[LoadRecord] = []
+        texts: list[_Text] = []
+        idle: list[float] = []
 
         async def client() -> None:
             for number in left:
-                records.append(await self._one(clients, mode, block, number))
-                self._on_record(records[-1])
+                texts.append(await self._one(clients, mode, block, number))
+                self._on_record(texts[-1].record)
+            idle.append(perf_counter())
 
+        begin = perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        return records
+        tokens = sum(text.num_tokens_by(idle[0]) for text in texts)
+        return tokens / (idle[0] - begin), [text.record for text in texts]
 
-    async def _one(self, clients: int, mode: bool | None, block: int, number: int) -> LoadRecord:
+    async def _one(self, clients: int, mode: bool | None, block: int, number: int) -> _Text:
         target = self._target
         if mode is False and self._plain is not None:
             target = self._plain
@@ -249,10 +253,10 @@ class _Loader:
         try:
             answer = await ask(target, "POST", path, body)
             if answer.status != 200:
-                return LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}")
-            return LoadRecord(**known, **_times(answer))
+                return _Text(LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}"))
+            return _Text(LoadRecord(**known, **_times(answer)), answer.begin)
         except (OSError, EOFError, ValueError, LookupError) as error:
-            return LoadRecord(**known, error=f"{type(error).__name__}: {error}")
+            return _Text(LoadRecord(**known, error=f"{type(error).__name__}: {error}"))
 
     def _request(self, mode: bool | None, number: int) -> tuple[str, dict[str, Any]]:
         prompt = self._prompts[number % len(self._prompts)]
@@ -271,6 +275,21 @@ class _Loader:
             messages = [{"role": "user", "content": text}]
             return "/v1/chat/completions", body | {"messages": messages}
         return "/v1/completions", body | {"prompt": text}
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text and when it was asked for."""
+
+    record: LoadRecord
+    begin: float = 0.0
+
+    def num_tokens_by(self, moment: float) -> float:
+        """Tokens that had come by then, as if each chunk brought as many."""
+        gaps = self.record.gaps_s
+        times = itertools.accumulate(gaps, initial=self.begin + self.record.first_token_s)
+        share = sum(time <= moment for time in times) / (len(gaps) + 1)
+        return self.record.num_tokens * share
 
 
 def _message(answer: Timed) -> str:

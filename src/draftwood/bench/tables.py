@@ -239,10 +239,10 @@ def kv_table(points: Sequence[KVPoint]) -> RenderableType:
 def load_table(load: Load) -> RenderableType:
     """Speeds and waits by number of clients, with and without speculation."""
     table = Table()
-    table.add_column("clients", justify="right")
-    table.add_column("speculation")
-    columns = ("tokens/s", "x plain", "worst", "first ms", "p99", "chunk ms", "p99", "token ms")
-    for column in (*columns, "p99", "a round", "failed"):
+    table.add_column("clients", justify="right", no_wrap=True)
+    table.add_column("spec.", no_wrap=True)
+    columns = ("tokens/s", "x plain", "worst", "first", "p99", "chunk", "p99", "token", "p99")
+    for column in (*columns, "a round", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     ratios = {one.concurrency: one for one in load.ratios}
     for point in load.points:
@@ -257,7 +257,9 @@ def load_table(load: Load) -> RenderableType:
             _number(point.acceptance_length, 2),
             str(point.num_failed),
         )
-    return titled("Load: medians and 99th percentiles", table)
+    return titled(
+        "Load: medians and 99th percentiles, in ms: first text, between chunks, a token", table
+    )
 
 
 def overhead_table(overhead: Overhead) -> RenderableType:
@@ -306,7 +308,9 @@ def _waits(point: LoadPoint) -> tuple[float | None, ...]:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:.1f}"
+    if seconds is None:
+        return ""
+    return f"{1000 * seconds:.1f}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
 def interval_cells(one: Estimate | None) -> tuple[str, str]:

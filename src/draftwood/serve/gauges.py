@@ -67,7 +67,7 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a place.", waiting)
         yield self._counter(
             "vllm:num_preemptions",
-            "Running requests that gave their memory back to older ones.",
+            "Running requests that were put back for others: for memory, or for a place.",
             self._engine.num_preemptions,
         )
 

@@ -25,6 +25,7 @@ from draftwood.serve.requests import ChatRequest, Function, NamedTool, Tool
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _BARE = ("{", "[", "```")
+_SPACE = " ?"  # as models write calls; small ones would go on with white space for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,8 @@ def _forced(tools: Sequence[Tool], choice: str | NamedTool | None, body: ChatReq
     shown = tuple(tool.model_dump(exclude_none=True) for tool in tools)
     names = frozenset(tool.function.name for tool in wanted)
     schema = _any_call([tool.function for tool in wanted])
-    return ToolUse(shown, names, {"json": schema}, single=True)
+    structured = {"json": schema, "whitespace_pattern": _SPACE}
+    return ToolUse(shown, names, structured, single=True)
 
 
 def _any_call(functions: Sequence[Function]) -> dict[str, Any]:
