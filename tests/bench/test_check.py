@@ -166,7 +166,7 @@ def test_what_is_measured_needs_a_record(folder: Path, text: str) -> None:
 
 def test_a_base_and_a_part_are_looked_at(folder: Path) -> None:
     text = "Record: `compare.jsonl`.\n\n| | over `plain` | the target's part |\n|---|---|---|\n"
-    assert faults(folder, text + "| `auto` | 2.00 | TARGET % |\n") == []
+    assert faults(folder, text + "| `auto` | 2.00 | 70 % |\n") == []
     [fault] = faults(folder, text + "| `auto` | 2.00 | 10 % |\n")
     assert "10 % (row 'auto', column 'the target's part')" in fault
 

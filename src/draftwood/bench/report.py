@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from draftwood.bench.contenders import PLAIN
-from draftwood.bench.intervals import Estimate
+from draftwood.bench.intervals import Estimate, interval_text
 from draftwood.bench.record_file import RecordFile
 from draftwood.bench.report_plots import Plot, plots
 from draftwood.bench.spec import GROUPS, summarise_spec
@@ -172,6 +172,49 @@ _FIELDS = {
         "speedup": "x cold",
         "floor_s": "floor",
     },
+    "load": {
+        "concurrency": "clients",
+        "speculation": "speculation",
+        "tokens_per_s": "tokens/s",
+        "ttft_p50_s": "first text, s",
+        "ttft_p99_s": "p99",
+        "tpot_p50_s": "token, s",
+        "tpot_p99_s": "p99",
+    },
+    "load_ratio": {
+        "concurrency": "clients",
+        "ratio": "x without speculation",
+        "worst": "worst pair",
+        "num_pairs": "pairs",
+    },
+    "ablation_summary": {
+        "part": "changed",
+        "decode_tokens_per_s": "tokens/s",
+        "to_plain": "x plain, median (95 %)",
+        "to_full": "x all parts, median (95 %)",
+        "tokens_per_round": "tokens a round",
+        "nodes_per_round": "nodes a round",
+        "num_identical": "same texts",
+        "num_texts": "of",
+    },
+    "beams_summary": {
+        "num_beams": "beams",
+        "tokens_per_s": "tokens/s",
+        "transformers_tokens_per_s": "transformers'",
+        "ratio": "x transformers, median (95 %)",
+        "worst": "worst",
+        "num_identical": "same texts",
+        "num_prompts": "of",
+    },
+    "grammar_summary": {
+        "drafter": "",
+        "free_ms": "free text, ms a token",
+        "grammar_ms": "with a grammar",
+        "per_token": "ratio, median (95 %)",
+        "per_round": "of a round (95 %)",
+        "num_in_form": "in form",
+        "num_prompts": "of",
+    },
     "quality": {
         "text": "text",
         "reference_perplexity": "float32",
@@ -192,7 +235,7 @@ def _speeds(record: RecordFile) -> tuple[Sequence[str], list[list[str]]]:
             name,
             _number(one["tokens_per_s"], 1),
             _number(one["decode_tokens_per_s"], 1),
-            _interval(found.get(name, {}).get(ALL)) if name != PLAIN else "1",
+            _speedup(found.get(name, {}).get(ALL)) if name != PLAIN else "1",
             _number(ratios["min"] if ratios else None, 2),
             _number(rounds["mean_acceptance_length"] if rounds else None, 2),
             f"{texts['num_identical']} of {texts['num_compared']}" if texts["num_compared"] else "",
@@ -225,15 +268,13 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _interval(one: Estimate | None) -> str:
-    if one is None:
-        return ""
-    if one.low is None or one.high is None:
-        return f"{one.value:.2f}"
-    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+def _speedup(one: Estimate | None) -> str:
+    return "" if one is None else interval_text(one)
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return interval_text(Estimate(**value))
     if isinstance(value, float):
         return re.sub(r"\.0+$", "", f"{value:.4g}")
     return "" if value is None else str(value)
