@@ -74,3 +74,11 @@ def make_axes(width: float = 6.8, height: float = 3.6, columns: int = 1) -> tupl
         one.grid(alpha=0.3)
         one.set_axisbelow(True)
     return figure, axes
+
+
+def log_ticks(axes: Any) -> None:
+    """Makes the x axis logarithmic, with plain numbers at it."""
+    ticker = import_module("matplotlib.ticker")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())

@@ -133,9 +133,9 @@ def source_of(picture: Path) -> str | None:
     except OSError:
         return None
     at = 8
-    while at + 8 <= len(data):
+    while at + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
-        if kind == b"tEXt":
+        if kind == b"tEXt" and at + 12 + length <= len(data):
             key, _, value = data[at + 8 : at + 8 + length].partition(b"\0")
             if key.decode("latin-1") == _SOURCE:
                 return value.decode("latin-1")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from draftwood.bench.contenders import PLAIN
 from draftwood.bench.intervals import Estimate, interval_text
-from draftwood.bench.record_file import RecordFile
+from draftwood.bench.record_file import RecordFile, Row
 from draftwood.bench.report_plots import Plot, plots
 from draftwood.bench.spec import GROUPS, summarise_spec
 from draftwood.bench.speedups import ALL, speedups
@@ -137,11 +137,17 @@ def _tables(record: RecordFile) -> Iterator[str]:
     elif record.runs:
         yield _table(*_speeds(record))
     for kind, fields in _FIELDS.items():
-        rows = [{**row, **row.get("metrics", {})} for row in record.of(kind)]
+        rows = [{**row, **row.get("metrics", {}), **_switch(row)} for row in record.of(kind)]
         if rows:
             yield _table(
                 list(fields.values()), [[_cell(row.get(f)) for f in fields] for row in rows]
             )
+
+
+def _switch(row: Row) -> Row:
+    """Whether a server speculated, in words."""
+    names = {True: "on", False: "off"}
+    return {"speculation": names.get(row["speculation"])} if row["type"] == "load" else {}
 
 
 # Line type to its fields and their titles, for lines that are shown as they are.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftwood.bench.contenders import PLAIN
-from draftwood.bench.picture import FIXED, Plot, make_axes, style
+from draftwood.bench.picture import FIXED, Plot, log_ticks, make_axes, style
 from draftwood.bench.record_file import RecordFile, Row
 
 # Speculation on, off, or as the server does by itself: name, and the contender whose style it has.
@@ -84,7 +84,7 @@ def kv(record: RecordFile) -> Plot | None:
     times = [1000 * point["ttft_s"] for point in points]
     axes.plot(times, places, "o", color="#0072B2", label="measured")
     for place, time in zip(places, times, strict=True):
-        axes.annotate(f"{time:.3g} ms", (time, place), (6, 4), textcoords="offset points")
+        axes.annotate(f"{time:.0f} ms", (time, place), (6, 4), textcoords="offset points")
     floors = [(i, 1000 * p["floor_s"]) for i, p in enumerate(points) if p["floor_s"]]
     if floors:
         axes.plot(
@@ -96,7 +96,7 @@ def kv(record: RecordFile) -> Plot | None:
         )
     axes.set_yticks(places, labels=[point["tier"] for point in points])
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    log_ticks(axes)
     axes.margins(x=0.2)
     axes.set_xlabel(f"ms to the first token of {points[0]['num_tokens']}")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
@@ -135,9 +135,10 @@ def load(record: RecordFile) -> Plot | None:
         for i, mode in enumerate(modes):
             _draw_load(axes, [row for row in lines if row["speculation"] is mode], field, i)
         axes.set_xlabel(label)
-        axes.set_xscale("log")
         axes.margins(0.12)
         axes.set_ylim(bottom=0)
+    log_ticks(both[0])
+    both[1].set_xlim(left=0)
     both[0].set_ylabel("tokens/s, all clients together")
     handles, labels = both[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
@@ -155,9 +156,9 @@ def _draw_load(axes: Any, own: Sequence[Row], field: str, index: int) -> None:
     speeds = [row["tokens_per_s"] for row in own]
     axes.plot(waits, speeds, marker=marker, color=colour, markersize=5, label=name)
     for wait, speed, row in zip(waits, speeds, own, strict=True):
-        below = -11 if index else 5  # the two lines' numbers stay apart
+        place = (4, -11) if index else (-11, 5)  # the two lines' numbers stay apart
         axes.annotate(
-            str(row["concurrency"]), (wait, speed), (4, below), textcoords="offset points",
+            str(row["concurrency"]), (wait, speed), place, textcoords="offset points",
             fontsize=8, color=colour,
         )  # fmt: skip
 
