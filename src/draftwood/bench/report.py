@@ -10,8 +10,9 @@ from pathlib import Path
 
 from draftwood.bench.contenders import PLAIN
 from draftwood.bench.intervals import Estimate, interval_text
+from draftwood.bench.picture import Plot
 from draftwood.bench.record_file import RecordFile, Row
-from draftwood.bench.report_plots import Plot, plots
+from draftwood.bench.report_plots import plots
 from draftwood.bench.spec import GROUPS, summarise_spec
 from draftwood.bench.speedups import ALL, speedups
 from draftwood.bench.summary import summarise
