@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.bench.mlperf import EngineSUT, Lengths, read_settings, reference_answers, run_test
+from draftwood.bench.mlperf import (
+    Conf,
+    EngineSUT,
+    Lengths,
+    read_details,
+    read_settings,
+    reference_answers,
+    run_test,
+)
 from draftwood.bench.mlperf_run import Plan, run_plan
 from draftwood.bench.records import read_records
 from draftwood.bench.rouge import mean_rouge, rouge_1, rouge_l
@@ -59,6 +67,7 @@ def plan(out: Path, **changes: object) -> Plan:
         "min_queries": 70,
         "server_qps": None,
         "user_conf": conf,
+        "mlperf_conf": None,
         "out": out,
     }
     return Plan(**{**values, **changes})  # type: ignore[arg-type]
@@ -107,14 +116,49 @@ def test_rules_are_mlperfs_and_lengths_ours(tmp_path: Path) -> None:
     path = tmp_path / "user.conf"
     path.write_text(lengths(seconds=7, server_qps=2.5).user_conf(RULES), encoding="utf-8")
     for scenario in ("Offline", "Server"):  # both: LoadGen reads its own file once a process
-        settings = read_settings(path, RULES, scenario)
+        settings = read_settings(Conf(path, RULES), scenario)
         assert settings.use_token_latencies
         assert settings.sample_concatenate_permutation
         assert (settings.min_duration_ms, settings.min_query_count) == (7000, 70)
     assert (settings.ttft_latency, settings.tpot_latency) == (2_000_000_000, 100_000_000)
     assert settings.server_target_qps == 2.5
     with pytest.raises(ConfigError, match="LoadGen cannot read"):
-        read_settings(tmp_path / "none.conf", RULES, "Server")
+        read_settings(Conf(tmp_path / "none.conf", RULES), "Server")
+
+
+def test_a_mlperf_conf_of_ones_own_stands_between(tmp_path: Path) -> None:
+    """Its limits replace the built-in ones; what it leaves out stays; user.conf is above it."""
+    path, own = tmp_path / "user.conf", tmp_path / "mlperf.conf"
+    path.write_text("*.Server.target_qps = 3\n*.*.min_query_count = 9\n", encoding="utf-8")
+    own.write_text(
+        f"{RULES}.*.ttft_latency = 555\n*.*.min_query_count = 5\n*.*.min_duration = 77\n",
+        encoding="utf-8",
+    )
+    settings = read_settings(Conf(path, RULES, own), "Server")
+    assert (settings.ttft_latency, settings.tpot_latency) == (555_000_000, 100_000_000)
+    assert (settings.min_query_count, settings.min_duration_ms) == (9, 77)
+    assert settings.server_target_qps == 3
+    own.unlink()
+    with pytest.raises(ConfigError, match=r"LoadGen cannot read .*mlperf\.conf"):
+        read_settings(Conf(path, RULES, own), "Server")
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "SingleStream", "Server"])
+def test_a_user_conf_decides_how_long_a_run_is(llm: TinyLLM, tmp_path: Path, scenario: str) -> None:
+    conf = tmp_path / "mine.conf"
+    text = lengths(min_queries=3, seconds=0.05).user_conf(RULES)
+    conf.write_text(text.replace("min_query_count = 3", "min_query_count = 12"), encoding="utf-8")
+    [result] = run_plan(
+        llm, samples(), PARAMS,
+        plan(
+            tmp_path, user_conf=conf, scenarios=[scenario], modes=["performance"], drafters=["none"]
+        ),
+    )  # fmt: skip
+    details = read_details(tmp_path / "plain" / scenario / "performance")
+    assert details["requested_min_query_count"] == 12
+    assert details["requested_min_duration_ms"] == 50
+    if scenario != "Offline":
+        assert result.metrics["queries"] >= 12
 
 
 def test_an_error_ends_the_run_and_is_told(llm: TinyLLM, tmp_path: Path) -> None:
@@ -124,7 +168,7 @@ def test_an_error_ends_the_run_and_is_told(llm: TinyLLM, tmp_path: Path) -> None
     conf = tmp_path / "user.conf"
     conf.write_text(lengths(samples=3).user_conf(RULES), encoding="utf-8")
     with pytest.raises(PromptError):
-        run_test(sut, "Offline", "accuracy", conf, RULES, tmp_path / "logs")
+        run_test(sut, "Offline", "accuracy", Conf(conf, RULES), tmp_path / "logs")
     assert llm.pool.num_free == llm.pool.num_blocks
 
 

@@ -89,6 +89,50 @@ MLPERF = [
     }
 ]  # fmt: skip
 
+LOAD = [
+    {
+        "type": "load", "concurrency": n, "speculation": mode, "tokens_per_s": 30.0 * n,
+        "num_requests": 8, "num_failed": 0, "ttft_p50_s": 0.1 * n, "ttft_p99_s": 0.2 * n,
+        "itl_p50_s": 0.01, "itl_p99_s": 0.02, "tpot_p50_s": 0.03, "tpot_p99_s": 0.04,
+        "acceptance_length": 2.5,
+    }
+    for n in (1, 4)
+    for mode in (True, False)
+] + [
+    {"type": "load_ratio", "concurrency": n, "ratio": 1.75, "worst": 1.25, "num_pairs": 3}
+    for n in (1, 4)
+]  # fmt: skip
+
+
+def estimate_of(value: float) -> dict[str, Any]:
+    """A statistic with its interval, as a line has it."""
+    return {"value": value, "low": value - 0.25, "high": value + 0.25, "count": 4}
+
+
+ABLATION = [
+    {
+        "type": "ablation_summary", "part": part, "decode_tokens_per_s": 40.0,
+        "to_plain": None if part == "plain" else estimate_of(2.5), "to_plain_total": None,
+        "to_full": estimate_of(0.75), "tokens_per_round": 2.25, "nodes_per_round": 7.5,
+        "num_groups": 4, "num_texts": 4, "num_identical": 4,
+    }
+    for part in ("plain", "all parts", "no controller")
+]  # fmt: skip
+BEAMS = [
+    {
+        "type": "beams_summary", "num_beams": 4, "tokens_per_s": 12.5,
+        "transformers_tokens_per_s": 6.25, "ratio": estimate_of(2.0), "worst": 1.5,
+        "num_prompts": 6, "num_identical": 6,
+    }
+]  # fmt: skip
+GRAMMAR = [
+    {
+        "type": "grammar_summary", "drafter": "plain", "free_ms": 30.0, "grammar_ms": 31.0,
+        "per_token": estimate_of(1.03), "per_round": estimate_of(1.02), "num_prompts": 5,
+        "num_identical": 0, "num_compared": 0, "num_in_form": 5,
+    }
+]  # fmt: skip
+
 RECORDS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "compare": (runs(), ["speedup", "acceptance", "shares"]),
     "cost": (COST, ["cost"]),
@@ -96,6 +140,11 @@ RECORDS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "kv": (KV, ["tiers"]),
     "quality": (QUALITY, ["quality"]),
     "mlperf": (MLPERF, []),
+    "peers": (runs(), ["peers", "acceptance", "shares"]),
+    "serve": (LOAD, ["load"]),
+    "ablate": (ABLATION, ["ablation"]),
+    "beams": (BEAMS, []),
+    "grammar": (GRAMMAR, []),
 }
 
 
@@ -154,7 +203,7 @@ def test_the_page_needs_nothing_else(files: list[Path], tmp_path: Path) -> None:
     assert all(address.startswith("data:image/svg+xml;base64,") for address in page.loaded)
     assert "url(" not in text.partition("</style>")[0]
     assert "@import" not in text
-    assert len(page.pictures) == len(list(folder.glob("*.png"))) == 10
+    assert len(page.pictures) == len(list(folder.glob("*.png"))) == 15
     assert all(page.descriptions)
     for picture in page.pictures:
         ElementTree.fromstring(picture)  # well-formed
@@ -169,6 +218,9 @@ def test_the_tables_hold_what_the_runs_say(files: list[Path], tmp_path: Path) ->
     make_report([load_record(path) for path in files], out)
     cells = re.findall(r"<td>(.*?)</td>", out.read_text(encoding="utf-8"))
     assert {"Server", "True", "12.5", "0.25"} <= set(cells)
+    assert {"on", "off", "1.75"} <= set(cells), "load"
+    assert {"no controller", "2.50 (2.25 to 2.75)", "0.75 (0.50 to 1.00)"} <= set(cells), "ablate"
+    assert {"1.02 (0.77 to 1.27)", "1.03 (0.78 to 1.28)"} <= set(cells), "grammar"
     assert "2.00 (2.00 to 2.00)" in cells  # compare: every prompt decodes twice as fast
     spec = next(path for path in files if path.name == "spec.jsonl")
     value = speedups(load_record(spec))["auto"][ALL].value

@@ -112,6 +112,17 @@ def test_the_command_writes_a_record_and_a_leaderboard(
     assert set(summary["spec"]["suffix"]["speedup"]) == {"mt_bench", "translation", "qa", "overall"}
 
 
+def test_sampled_texts_are_plain_decodings(model: Path, data: Path, tmp_path: Path) -> None:
+    """At temperature 1, in both turns; another seed is another record."""
+    out = tmp_path / "spec.jsonl"
+    assert command(model, data, out, "--temperature", "1", "--seed", "3") == 0
+    rows = [row for row in read_records(out) if row["type"] == "run"]
+    assert {(row["prompt"], row["contender"]) for row in rows} == ALL_RUNS
+    assert all(row["identical"] for row in rows)
+    assert read_records(out)[0]["params"]["temperature"] == 1.0
+    assert command(model, data, out, "--temperature", "1", "--seed", "4") == 2
+
+
 @pytest.mark.parametrize("cut", ["line", "question", "start", "summary"])
 def test_a_killed_run_goes_on(model: Path, data: Path, tmp_path: Path, cut: str) -> None:
     """Whatever a kill leaves of the file: no question is lost, none is there twice."""

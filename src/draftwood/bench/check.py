@@ -9,6 +9,7 @@ The rule, in Markdown, under each heading by itself:
   and column name: a contender, a kind, a context, a number of rows, "worst", "over plain".
 - What is measured and names no record is a mistake, in prose and in tables: a number of tokens a
   second, of milliseconds, or one that says how many times.
+- A part between `<!-- bench report: ... -->` and its end is what its records make.
 - `<!-- no record -->` on the line above a table or paragraph exempts it.
 
 Code, headings, and numbers that are part of a word ("135M", "8-bit") are not looked at.
@@ -25,6 +26,7 @@ from pathlib import Path
 from draftwood.bench import quoted as names
 from draftwood.bench.derived import derived, totals
 from draftwood.bench.quoted import Derived
+from draftwood.bench.readme import stale
 from draftwood.bench.record_file import RecordFile, load_record
 from draftwood.errors import ConfigError
 
@@ -141,7 +143,7 @@ def check_document(path: Path, records: Records) -> list[Fault]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    faults: list[Fault] = []
+    faults = [Fault(line, message) for line, message in stale(path, records.folder)]
     for section in _sections(text):
         faults += _check_section(section, records)
     return faults

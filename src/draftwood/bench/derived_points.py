@@ -122,7 +122,8 @@ def _beams(rows: Sequence[Row]) -> Iterator[Derived]:
         of = {CONTENDER: "draftwood", BASE: "transformers", UNIT: RATIO}
         yield from _estimate(of, row["ratio"])
         yield from numbers(of, [row["worst"]])
-        yield from numbers({}, [row[n] for n in ("num_beams", "num_prompts", "num_identical")])
+        counts = [row[n] for n in ("num_beams", "num_prompts", "num_identical")]
+        yield from numbers({CONTENDER: "draftwood"}, counts)
 
 
 def _grammar(rows: Sequence[Row]) -> Iterator[Derived]:
@@ -144,6 +145,7 @@ def _load(rows: Sequence[Row], ratios: Sequence[Row]) -> Iterator[Derived]:
         times = [row[field] for field in waits if row[field] is not None]
         yield from numbers(of, [*times, *(1000 * seconds for seconds in times)])
         yield from numbers(of, [row["acceptance_length"], row["num_requests"], row["num_failed"]])
+        yield from numbers({}, [row["concurrency"]])
     for row in ratios:
         of = {AT_ONCE: str(row["concurrency"]), UNIT: RATIO}
         yield from numbers(of, [row["ratio"], row["worst"], row["num_pairs"]])

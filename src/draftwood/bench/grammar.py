@@ -69,8 +69,7 @@ class GrammarRun:
         order: its turn, from 0.
         num_tokens: generated.
         decode_s: seconds behind the first token.
-        num_rounds: rounds that decoded.
-        rounds_s: seconds of these rounds.
+        num_rounds: rounds that decoded, the one of the first token among them.
         identical: the text is that of plain decoding with the same grammar, or without; None for
             plain decoding.
         in_form: as far as the text goes it has the form; None without the grammar.
@@ -84,7 +83,6 @@ class GrammarRun:
     num_tokens: int
     decode_s: float
     num_rounds: int
-    rounds_s: float
     identical: bool | None
     in_form: bool | None
     neighbours: float | None
@@ -96,8 +94,8 @@ class GrammarRun:
 
     @property
     def per_round_s(self) -> float:
-        """Seconds a round."""
-        return self.rounds_s / self.num_rounds
+        """Seconds a round behind the first."""
+        return self.decode_s / (self.num_rounds - 1)
 
     def to_json(self) -> dict[str, Any]:
         """The line's fields."""
@@ -202,7 +200,6 @@ def _runs(
             num_tokens=len(run.token_ids),
             decode_s=run.total_s - run.first_token_s,
             num_rounds=run.rounds.num_rounds,
-            rounds_s=_seconds(run),
             identical=None
             if name == PLAIN
             else run.token_ids == results[PLAIN, grammar][0].token_ids,
@@ -210,14 +207,8 @@ def _runs(
             neighbours=neighbours,
         )
         for order, ((name, grammar), (run, neighbours)) in enumerate(results.items())
-        if run.rounds is not None and len(run.token_ids) > 1
+        if run.rounds is not None and run.rounds.num_rounds > 1
     ]
-
-
-def _seconds(run: Run) -> float:
-    rounds = run.rounds
-    assert rounds is not None
-    return rounds.draft_s + rounds.target_s + rounds.verify_s + rounds.commit_s
 
 
 def _in_form(text: str) -> bool:

@@ -72,3 +72,10 @@ def estimate(values: Sequence[float] | Sequence[Sequence[float]], statistic: Sta
     tails = 50 * (1 - _LEVEL)
     low, high = np.percentile(statistic(table[drawn]), [tails, 100 - tails])
     return Estimate(value, float(low), float(high), len(table))
+
+
+def interval_text(one: Estimate) -> str:
+    """A statistic with its interval, for a table."""
+    if one.low is None or one.high is None:
+        return f"{one.value:.2f}"
+    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"

@@ -83,35 +83,59 @@ class Lengths:
         return "\n".join(lines) + "\n"
 
 
-def read_settings(user_conf: Path, rules: str, scenario: str) -> Any:
-    """LoadGen's settings from its built-in mlperf.conf and, above it, a user.conf.
+@dataclass(frozen=True, slots=True)
+class Conf:
+    """Files of settings: LoadGen's built-in mlperf.conf, above it these, the last one on top.
+
+    Attributes:
+        user: the user.conf.
+        rules: the model of mlperf.conf whose limits apply, such as "llama3_1-8b".
+        mlperf: a mlperf.conf of one's own; None for the built-in alone.
+    """
+
+    user: Path
+    rules: str
+    mlperf: Path | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """In the order in which they are read."""
+        return [*([self.mlperf] if self.mlperf else []), self.user]
+
+
+def read_settings(conf: Conf, scenario: str) -> Any:
+    """LoadGen's settings for a scenario.
 
     A process of its own reads them: LoadGen counts the files that a process has read, and calls
     results invalid after the second, which here is merely that of another scenario.
 
     Args:
-        user_conf: the file.
-        rules: the model of mlperf.conf whose limits apply, such as "llama3_1-8b".
+        conf: the files.
         scenario: of `SCENARIOS`.
 
     Raises:
-        ConfigError: LoadGen refuses them.
+        ConfigError: LoadGen refuses them; the message names the file.
     """
     settings = loadgen().TestSettings()
     names = [n for n in dir(settings) if isinstance(getattr(settings, n), bool | int | float)]
     program = (
         "import json, sys, mlperf_loadgen as lg; s = lg.TestSettings();"
-        "code = s.FromConfig(sys.argv[1], sys.argv[2], sys.argv[3], 1);"
-        "print(json.dumps([code, {n: getattr(s, n) for n in sys.argv[4:]}]))"
+        "rules, scenario, files, names = json.loads(sys.argv[1]);"
+        "codes = [s.FromConfig(f, rules, scenario, 1) for f in files];"
+        "print(json.dumps([codes, {n: getattr(s, n) for n in names}]))"
     )
-    command = [sys.executable, "-c", program, str(user_conf), rules, scenario, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    code, values = json.loads(done.stdout) if done.returncode == 0 else (done.returncode, {})
-    if code != 0 or not user_conf.is_file():
-        raise ConfigError(
-            f"LoadGen cannot read {user_conf} for {rules}, {scenario}: see user.conf in MLPerf's"
-            " documentation"
-        )
+    files = conf.files
+    given = json.dumps([conf.rules, scenario, [str(file) for file in files], names])
+    done = subprocess.run(
+        [sys.executable, "-c", program, given], capture_output=True, text=True, check=False
+    )
+    codes, values = json.loads(done.stdout) if done.returncode == 0 else ([1] * len(files), {})
+    for file, code in zip(files, codes, strict=True):
+        if code != 0 or not file.is_file():
+            raise ConfigError(
+                f"LoadGen cannot read {file} for {conf.rules}, {scenario}: see user.conf in"
+                " MLPerf's documentation"
+            )
     for name, value in values.items():
         setattr(settings, name, value)
     return settings
@@ -229,16 +253,13 @@ def _answer(call: str, query_id: int, tokens: Sequence[int]) -> None:
     getattr(lg, call)([response])
 
 
-def run_test(
-    sut: EngineSUT, scenario: str, mode: str, user_conf: Path, rules: str, folder: Path
-) -> None:
+def run_test(sut: EngineSUT, scenario: str, mode: str, conf: Conf, folder: Path) -> None:
     """One run of LoadGen; its log files lie in `folder` afterwards.
 
     Args:
         sut: not started; it is stopped at the end.
         scenario, mode: of `SCENARIOS` and `MODES`.
-        user_conf: the settings that stand above mlperf.conf.
-        rules: see `read_settings`.
+        conf: the settings.
         folder: made if need be.
 
     Raises:
@@ -246,7 +267,7 @@ def run_test(
         DraftwoodError: the engine cannot serve a sample.
     """
     lg = loadgen()
-    settings = read_settings(user_conf, rules, scenario)
+    settings = read_settings(conf, scenario)
     settings.scenario = getattr(lg.TestScenario, scenario)
     settings.mode = {
         "performance": lg.TestMode.PerformanceOnly,

@@ -71,6 +71,9 @@ def mlperf(
     user_conf: Annotated[
         Path | None, typer.Option(help="A user.conf in the place of these lengths.")
     ] = None,
+    mlperf_conf: Annotated[
+        Path | None, typer.Option(help="A mlperf.conf above LoadGen's own, below user.conf.")
+    ] = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
@@ -97,6 +100,7 @@ def mlperf(
         min_queries=min_queries,
         server_qps=qps,
         user_conf=user_conf,
+        mlperf_conf=mlperf_conf,
         out=out,
     )
     # A time per token after the first takes a second one.

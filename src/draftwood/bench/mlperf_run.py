@@ -10,6 +10,7 @@ from typing import Any
 
 from draftwood.bench.contenders import PLAIN
 from draftwood.bench.mlperf import (
+    Conf,
     EngineSUT,
     Lengths,
     read_answers,
@@ -89,6 +90,7 @@ class Plan:
         seconds, min_queries: see `Lengths`.
         server_qps: see `Lengths`; None takes half of what plain decoding does, one by one.
         user_conf: a file in the place of what is written here.
+        mlperf_conf: a file between LoadGen's own mlperf.conf and the user.conf.
         out: the folder for LoadGen's logs.
     """
 
@@ -100,6 +102,7 @@ class Plan:
     min_queries: int
     server_qps: float | None
     user_conf: Path | None
+    mlperf_conf: Path | None
     out: Path
 
 
@@ -184,7 +187,7 @@ class _Run:
         folder = plan.out / self._name / self._scenario / mode
         conf = _user_conf(plan, folder, self._each, self._plain, len(self._samples))
         sut = EngineSUT(self._engine, self._samples, self._params)
-        run_test(sut, self._scenario, mode, conf, plan.rules, folder)
+        run_test(sut, self._scenario, mode, Conf(conf, plan.rules, plan.mlperf_conf), folder)
         return folder
 
 

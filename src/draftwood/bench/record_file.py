@@ -32,8 +32,8 @@ class RecordFile:
 
     @property
     def command(self) -> str:
-        """The benchmark that wrote it."""
-        return str(self.fingerprint["command"])
+        """The benchmark that wrote it; one of a server does not say so, its lines do."""
+        return str(self.fingerprint.get("command") or next(iter(self.rows), ""))
 
     @property
     def machine(self) -> Row:
@@ -47,8 +47,10 @@ class RecordFile:
 
     @property
     def model(self) -> str:
-        """The model, its form, and who drafts for it."""
-        one, draft = self.fingerprint["model"], self.fingerprint.get("draft_model")
+        """The model, its form, and who drafts for it; of a server, what it was asked to serve."""
+        one, draft = self.fingerprint.get("model"), self.fingerprint.get("draft_model")
+        if not isinstance(one, dict):
+            return str(one or self.fingerprint.get("target") or "")
         form = one["dtype"] if one.get("quantization") in (None, "none") else one["quantization"]
         return f"{one['name']}, {form}" + (f", drafts by {draft['name']}" if draft else "")
 
@@ -79,6 +81,6 @@ def load_record(path: Path) -> RecordFile:
                 f"{path}:{number}: this is no line of a record of `draftwood bench`"
             ) from error
     heads = rows.pop("fingerprint", [])
-    if not heads or not {"command", "model", "environment"} <= heads[0].keys():
+    if not heads or "environment" not in heads[0]:
         raise ConfigError(f"{path} is no record of `draftwood bench`: it has no fingerprint")
     return RecordFile(path.name, heads[0], runs, rows)

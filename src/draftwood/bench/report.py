@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 
 from draftwood.bench.contenders import PLAIN
-from draftwood.bench.intervals import Estimate
-from draftwood.bench.record_file import RecordFile
-from draftwood.bench.report_plots import Plot, plots
+from draftwood.bench.intervals import Estimate, interval_text
+from draftwood.bench.picture import Plot
+from draftwood.bench.record_file import RecordFile, Row
+from draftwood.bench.report_plots import plots
 from draftwood.bench.spec import GROUPS, summarise_spec
 from draftwood.bench.speedups import ALL, speedups
 from draftwood.bench.summary import summarise
@@ -137,11 +138,17 @@ def _tables(record: RecordFile) -> Iterator[str]:
     elif record.runs:
         yield _table(*_speeds(record))
     for kind, fields in _FIELDS.items():
-        rows = [{**row, **row.get("metrics", {})} for row in record.of(kind)]
+        rows = [{**row, **row.get("metrics", {}), **_switch(row)} for row in record.of(kind)]
         if rows:
             yield _table(
                 list(fields.values()), [[_cell(row.get(f)) for f in fields] for row in rows]
             )
+
+
+def _switch(row: Row) -> Row:
+    """Whether a server speculated, in words."""
+    names = {True: "on", False: "off"}
+    return {"speculation": names.get(row["speculation"])} if row["type"] == "load" else {}
 
 
 # Line type to its fields and their titles, for lines that are shown as they are.
@@ -183,6 +190,49 @@ _FIELDS = {
         "latency_p99_s": "p99",
         "decision_us": "decision, us",
     },
+    "load": {
+        "concurrency": "clients",
+        "speculation": "speculation",
+        "tokens_per_s": "tokens/s",
+        "ttft_p50_s": "first text, s",
+        "ttft_p99_s": "p99",
+        "tpot_p50_s": "token, s",
+        "tpot_p99_s": "p99",
+    },
+    "load_ratio": {
+        "concurrency": "clients",
+        "ratio": "x without speculation",
+        "worst": "worst pair",
+        "num_pairs": "pairs",
+    },
+    "ablation_summary": {
+        "part": "changed",
+        "decode_tokens_per_s": "tokens/s",
+        "to_plain": "x plain, median (95 %)",
+        "to_full": "x all parts, median (95 %)",
+        "tokens_per_round": "tokens a round",
+        "nodes_per_round": "nodes a round",
+        "num_identical": "same texts",
+        "num_texts": "of",
+    },
+    "beams_summary": {
+        "num_beams": "beams",
+        "tokens_per_s": "tokens/s",
+        "transformers_tokens_per_s": "transformers'",
+        "ratio": "x transformers, median (95 %)",
+        "worst": "worst",
+        "num_identical": "same texts",
+        "num_prompts": "of",
+    },
+    "grammar_summary": {
+        "drafter": "",
+        "free_ms": "free text, ms a token",
+        "grammar_ms": "with a grammar",
+        "per_token": "ratio, median (95 %)",
+        "per_round": "of a round (95 %)",
+        "num_in_form": "in form",
+        "num_prompts": "of",
+    },
     "quality": {
         "text": "text",
         "reference_perplexity": "float32",
@@ -203,7 +253,7 @@ def _speeds(record: RecordFile) -> tuple[Sequence[str], list[list[str]]]:
             name,
             _number(one["tokens_per_s"], 1),
             _number(one["decode_tokens_per_s"], 1),
-            _interval(found.get(name, {}).get(ALL)) if name != PLAIN else "1",
+            _speedup(found.get(name, {}).get(ALL)) if name != PLAIN else "1",
             _number(ratios["min"] if ratios else None, 2),
             _number(rounds["mean_acceptance_length"] if rounds else None, 2),
             f"{texts['num_identical']} of {texts['num_compared']}" if texts["num_compared"] else "",
@@ -236,15 +286,13 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _interval(one: Estimate | None) -> str:
-    if one is None:
-        return ""
-    if one.low is None or one.high is None:
-        return f"{one.value:.2f}"
-    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+def _speedup(one: Estimate | None) -> str:
+    return "" if one is None else interval_text(one)
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return interval_text(Estimate(**value))
     if isinstance(value, float):
         return re.sub(r"\.0+$", "", f"{value:.4g}")
     return "" if value is None else str(value)
