@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftwood.bench.data import BenchPrompt, load_prompts, spread
+from draftwood.bench.data import BenchPrompt, in_turns, load_prompts, spread
 from draftwood.errors import ConfigError
 
 
@@ -110,3 +110,11 @@ def test_a_limit_is_spread_over_the_kinds_in_the_old_order() -> None:
     ]
     with pytest.raises(ConfigError, match="limit is 0"):
         load_prompts(limit=0)
+
+
+def test_any_beginning_has_all_kinds() -> None:
+    prompts = load_prompts()
+    turns = in_turns(prompts)
+    assert sorted(prompt.id for prompt in turns) == sorted(prompt.id for prompt in prompts)
+    kinds = {prompt.kind for prompt in prompts}
+    assert {prompt.kind for prompt in turns[: len(kinds)]} == kinds

@@ -230,6 +230,16 @@ def test_the_tables_hold_what_the_runs_say(files: list[Path], tmp_path: Path) ->
     assert f"{value:.2f}x" in cells
 
 
+def test_a_record_of_a_server_names_no_command(tmp_path: Path) -> None:
+    """`bench serve` measures what answers at an address: it need not know the model."""
+    head = {"type": "fingerprint", "environment": ENVIRONMENT, "target": "url"}
+    record = load_record(write(tmp_path / "load.jsonl", [head, *LOAD]))
+    assert (record.command, record.model) == ("load", "url")
+    out = tmp_path / "report.html"
+    make_report([record], out)
+    assert "<h2>load: url</h2>" in out.read_text(encoding="utf-8")
+
+
 def test_intervals() -> None:
     values = [1.0, 2.0, 3.0, 4.0, 100.0]
     one = estimate(values, middle)

@@ -72,7 +72,7 @@ def ablate(
     Lists are comma-separated; the first values together are the full setting and the usual workload, and each other value is then tried alone, unless --grid asks for every combination. All take turns, plain decoding among them. A run that was killed goes on where it stopped when it is started again with the same --out.
     """  # noqa: E501
     from draftwood.bench import ablate as measuring
-    from draftwood.bench.data import digest, load_prompts
+    from draftwood.bench.data import digest, in_turns, load_prompts
     from draftwood.bench.fingerprint import head_line
     from draftwood.sampling import SamplingParams
 
@@ -87,7 +87,7 @@ def ablate(
     )
     blocks = measuring.grid(factors) if grid else measuring.one_at_a_time(factors)
     params = SamplingParams(max_tokens=max_tokens, seed=seed)
-    prompts = load_prompts(data, limit)
+    prompts = in_turns(load_prompts(data, limit))
     llm = load_llm(model, draft=draft, dtype=dtype, device=device, quantization=quantization)
     ids = [prompt.encode(llm.tokenizer) for prompt in prompts]
     ablation = measuring.Ablation(llm, ids, blocks, groups, params)

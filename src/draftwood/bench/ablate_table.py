@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwood.bench.ablate_summary import AblationLine
-from draftwood.bench.tables import interval_cells, titled
+from draftwood.bench.intervals import interval_text
+from draftwood.bench.tables import titled
 
 _BUSY = 0.1
 _LEGEND = (
@@ -30,7 +31,7 @@ def ablation_tables(lines: Sequence[AblationLine]) -> RenderableType:
 def _table(lines: Sequence[AblationLine]) -> Table:
     table = Table()
     table.add_column("changed", no_wrap=True)
-    for column in ("tokens/s", "x plain", "95 %", "of all parts", "95 %", "a round", "nodes"):
+    for column in ("tokens/s", "x plain (95 %)", "of all parts (95 %)", "a round"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("same texts", justify="right", no_wrap=True)
     workload = lines[0].workload if lines else None
@@ -41,10 +42,8 @@ def _table(lines: Sequence[AblationLine]) -> Table:
         table.add_row(
             line.part,
             "" if line.decode_tokens_per_s is None else f"{line.decode_tokens_per_s:.1f}",
-            *interval_cells(line.to_plain),
-            *interval_cells(line.to_full),
+            *("" if one is None else interval_text(one) for one in (line.to_plain, line.to_full)),
             f"{line.tokens_per_round:.2f}",
-            f"{line.nodes_per_round:.1f}",
             f"{line.num_identical} of {line.num_texts}" if line.num_texts else "",
         )
     return table

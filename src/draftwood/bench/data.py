@@ -70,13 +70,17 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> list[Ben
 
 def spread(prompts: Sequence[BenchPrompt], limit: int) -> list[BenchPrompt]:
     """The first of each kind, then the second of each, up to `limit`; in their old order."""
+    taken = {prompt.id for prompt in in_turns(prompts)[:limit]}
+    return [prompt for prompt in prompts if prompt.id in taken]
+
+
+def in_turns(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """The first of each kind, then the second of each, and so on: any beginning has all kinds."""
     by_kind: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
         by_kind.setdefault(prompt.kind, []).append(prompt)
     depth = max(len(group) for group in by_kind.values())
-    turns = [group[i] for i in range(depth) for group in by_kind.values() if i < len(group)]
-    taken = {prompt.id for prompt in turns[:limit]}
-    return [prompt for prompt in prompts if prompt.id in taken]
+    return [group[i] for i in range(depth) for group in by_kind.values() if i < len(group)]
 
 
 def digest(prompts: Sequence[BenchPrompt]) -> str:
