@@ -131,7 +131,7 @@ class SamplingParams:
         for f in fields(self):
             check, rule = _TYPES.get(f.name, (None, ""))
             value = getattr(self, f.name)
-            if check is not None and not (value is None and f.default is None):
+            if check is not None and not (value is None and "None" in str(f.type)):
                 _require(check(value), f.name, value, rule)
         for name, check, rule in (
             ("stop", _is_word, "non-empty strings"),
