@@ -180,7 +180,7 @@ def test_prompt_logprobs_survive_being_put_back(chunk: int, spare: int) -> None:
     prompts = tiny.random_prompts((17, 29, 23, 26))
     params = SamplingParams(max_tokens=16, prompt_logprobs=2, ignore_eos=True)
     wanted = [tiny.tiny_llm("llama").outputs([prompt], params)[0] for prompt in prompts]
-    config = {"block_size": 2, "max_batch_tokens": chunk, "num_blocks": 29 + spare}
+    config: dict[str, Any] = {"block_size": 2, "max_batch_tokens": chunk, "num_blocks": 29 + spare}
     llm = tiny.tiny_llm("llama", drafter="bushy", **config)
     outputs = llm.outputs(prompts, params)
     assert llm.engine.num_preemptions > 0

@@ -172,3 +172,4 @@ def test_one_word_is_one_word_and_json_has_token_ids_as_strings() -> None:
     assert (params.bad_words, params.stop) == (("foo",), ("bar",))
     assert params.logit_bias == {5: 1, 6: -math.inf}
     assert params.but(seed=1).but(seed=None) == params
+    assert params.but(max_tokens=None).max_tokens is None

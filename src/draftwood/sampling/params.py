@@ -131,7 +131,8 @@ class SamplingParams:
         for f in fields(self):
             check, rule = _TYPES.get(f.name, (None, ""))
             value = getattr(self, f.name)
-            if check is not None and not (value is None and "None" in str(f.type)):
+            optional = f.default is None or f.name == "max_tokens"
+            if check is not None and not (value is None and optional):
                 _require(check(value), f.name, value, rule)
         for name, check, rule in (
             ("stop", _is_word, "non-empty strings"),
