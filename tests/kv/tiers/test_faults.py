@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from redis import ResponseError
 
 from draftwood.kv.tiers import DiskStore, KVTiers, MemoryStore, TierCounters
+from draftwood.kv.tiers.breaker import Breaker
 from draftwood.kv.tiers.record import RecordError, check, decode
 from draftwood.kv.tiers.tier import Tier
 from draftwood.sampling import SamplingParams
@@ -560,3 +561,25 @@ def test_what_a_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert not tier.lacks(b"a", True)
     tier.forget([b"a", b"b"])
     assert tier.lacks(b"a", False)
+
+
+def test_failures_at_the_same_moment_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Two readers both saw that nobody had warned yet."""
+    together = threading.Barrier(2, timeout=10)
+
+    class Slow(float):
+        """A clock's answer that lets the other thread come as far when it is compared."""
+
+        def __ge__(self, other: float) -> bool:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(0.2)
+            return float(self) >= other
+
+    breaker = Breaker("reading", clock=lambda: Slow(1.0))
+    threads = [threading.Thread(target=breaker.failed, args=("gone",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert breaker.num_failures == 2
+    assert len(warnings(caplog)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from threading import Lock
 from time import monotonic
 
 _log = logging.getLogger("draftwood")
@@ -31,6 +32,7 @@ class Breaker:
         self._pause_s = 0.0
         self._quiet_until_s = float("-inf")
         self.num_failures = 0
+        self._lock = Lock()  # readers may fail at the same moment, and one of them warns
 
     @property
     def allows(self) -> bool:
@@ -40,12 +42,14 @@ class Breaker:
     def failed(self, reason: object) -> None:
         """The store did not do what it was asked to."""
         now = self._clock()
-        self.num_failures += 1
-        if self._pause_s == 0.0 and now >= self._quiet_until_s:
+        with self._lock:
+            self.num_failures += 1
+            begins = self._pause_s == 0.0 and now >= self._quiet_until_s
+            self._quiet_until_s = now + _WARN_AGAIN_S  # one that comes and goes is one outage
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_S), _MOST_S)
+            self._retry_s = now + self._pause_s
+        if begins:
             _log.warning("%s does not work and is left out for now: %s", self._what, reason)
-        self._quiet_until_s = now + _WARN_AGAIN_S  # a store that comes and goes is one outage
-        self._pause_s = min(max(2 * self._pause_s, _FIRST_S), _MOST_S)
-        self._retry_s = now + self._pause_s
 
     def succeeded(self) -> None:
         """The store did what it was asked to."""
