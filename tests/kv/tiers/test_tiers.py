@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,55 @@ def test_evicted_blocks_come_back_from_the_store(where: Where) -> None:
     assert all(output.metrics.num_cached_tokens == 40 for output in outputs)
     assert sum(output.metrics.cached_by_tier.get(tier, 0) for output in outputs) >= 120
     assert llm.pool.num_free == llm.pool.num_blocks
+
+
+@pytest.mark.parametrize("drafter", ["random", "bushy", "auto"])
+def test_the_hit_rate_does_not_depend_on_speculation(drafter: str) -> None:
+    """Rejected nodes take slots for a round; they evict nothing, and nothing of them is cached."""
+
+    def hits(name: str, nodes: int) -> list[int]:
+        llm = make(drafter=name, num_blocks=60, max_tree_nodes=nodes)
+        prompts = random_prompts([21, 41, 33])
+        turns = [prompts[i] for i in (0, 1, 0, 2, 1, 0)]
+        return [llm.outputs([turn], GREEDY)[0].metrics.num_cached_tokens for turn in turns]
+
+    cached = hits("none", 0)
+    assert cached == [0, 0, 20, 0, 40, 20]
+    assert hits(drafter, 24) == cached
+
+
+def test_no_thread_outlives_the_interpreter(tmp_path: Path) -> None:
+    """One in native code at the end would abort the process: nobody calls `close` here."""
+    code = """
+import sys
+from draftwood.sampling import SamplingParams
+from tests.tiny import hf_model, random_prompts, tiny_llm
+params = SamplingParams(max_tokens=4, ignore_eos=True)
+[prompt] = random_prompts([200])
+llms = [tiny_llm("llama", block_size=4, kv_disk=sys.argv[1]) for _ in range(3)]
+llms[0].outputs([prompt], params)
+llms[0].tiers.flush()
+for llm in llms[1:]:
+    llm.engine.add(prompt, params)
+    llm.engine._scheduler._admit()  # the reader has begun
+llms[0].outputs([prompt[::-1]], params)  # and the writer has something to do
+print("end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+    assert "terminate" not in done.stderr
+    assert "Exception" not in done.stderr
+    with make(kv_disk=str(tmp_path)) as llm:
+        [prompt] = random_prompts([200])
+        [output] = llm.outputs([prompt[::-1]], GREEDY)
+        assert output.metrics.num_cached_tokens == 196, "what was queued is written at the end"
 
 
 def test_disk_is_filled_from_redis(redis_server: Redis, tmp_path: Path) -> None:

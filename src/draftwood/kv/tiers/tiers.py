@@ -24,6 +24,8 @@ QUEUE_BYTES = 256 << 20
 CLOSE_S = 10.0
 _MAX_FETCHES = 4
 _JOIN_S = 1.0
+# A thread that is in native code when the interpreter ends may abort the process.
+_LAST_S = 5.0
 
 
 class KVTiers:
@@ -235,15 +237,18 @@ def _copy(pool: BlockPool, entry: Entry) -> Block:
     return Block(entry.tokens, PlaneKV.copy_of(pool.target, slots), draft)
 
 
-def _join(fetches: Collection[Fetch]) -> None:
+def _join(fetches: Collection[Fetch], timeout_s: float = _JOIN_S) -> None:
     """Waits a second at most for readers, which may have something for the writer."""
-    end = monotonic() + _JOIN_S
+    end = monotonic() + timeout_s
     for fetch in list(fetches):
         fetch.join(end - monotonic())
 
 
 def _close(fetches: Collection[Fetch], writer: Writer, stores: Sequence[BlockStore]) -> None:
     _join(fetches)
+    for fetch in list(fetches):
+        fetch.cancel()
     writer.close(CLOSE_S)
     for store in stores:
         store.close()
+    _join(fetches, _LAST_S)
