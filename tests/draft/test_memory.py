@@ -180,6 +180,16 @@ def near_budget(llm: TinyLLM) -> DraftMemory:
     return inner.memory
 
 
+def test_past_answers_can_be_left_out() -> None:
+    [prompt] = random_prompts([30])
+    for kept in (True, False):
+        llm = tiny_llm("llama", drafter="lookup", block_size=4, past_answers=kept)
+        llm.run([prompt], PARAMS)
+        [text] = llm.run([prompt], PARAMS)
+        found = guessed(near_budget(llm).of(None).past, text[:4], 2)
+        assert found == (text[4:6] if kept else [])
+
+
 @pytest.mark.parametrize("drafter", ["lookup", "recycling", "auto"])
 def test_the_engine_sets_the_budget_and_texts_are_plain(drafter: str) -> None:
     classes: dict[str, Callable[[], Drafter]] = {

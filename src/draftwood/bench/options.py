@@ -130,9 +130,12 @@ def load_llm(
 ) -> LLM:
     """The model to measure, with a bar while it is fetched; `draft` drafts where it is asked to.
 
+    Without a `config` its drafters learn no past answers: here prompts come several times.
+
     Raises:
         DraftwoodError: it cannot be loaded.
     """
+    from draftwood.config import EngineConfig
     from draftwood.llm import LLM
     from draftwood.models.progress import shown_progress
 
@@ -146,6 +149,6 @@ def load_llm(
             dtype=dtype,
             device=device,
             quantization=quantization,
-            config=config,
+            config=config or EngineConfig(past_answers=False),
             progress=progress,
         )

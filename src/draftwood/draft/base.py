@@ -67,11 +67,12 @@ class Drafter:
             seconds: of (number of rows, tokens of context); kept up to date as rounds go by.
         """
 
-    def remember(self, max_bytes: int) -> None:
+    def remember(self, max_bytes: int, answers: bool) -> None:
         """Told once, by an engine: the bytes it may take for what outlives its sequences.
 
-        What it remembers of sequences with one `params.cache_salt` must not show in what it
-        proposes for those with another: they are other people's.
+        Without `answers` it is not to learn whole texts. What it remembers of sequences with one
+        `params.cache_salt` must not show in what it proposes for those with another: they are
+        other people's.
         """
 
     def round_s(self) -> float:

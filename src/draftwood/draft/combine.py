@@ -26,10 +26,12 @@ class LookupDrafter(Drafter):
         self.calibrator = Calibrator()
         self.memory = DraftMemory()
         self._suffix = SuffixDrafter()
+        self._keeps_answers = True
 
-    def remember(self, max_bytes: int) -> None:
-        """Sets the budget of tables and past answers."""
+    def remember(self, max_bytes: int, answers: bool) -> None:
+        """Sets the budget of tables and past answers, and whether these are kept at all."""
         self.memory.limit(max_bytes)
+        self._keeps_answers = answers
 
     def start(self, seq: DraftContext) -> None:
         """Indexes the prompt."""
@@ -61,7 +63,8 @@ class LookupDrafter(Drafter):
     def stop(self, seq: DraftContext) -> None:
         """Forgets the sequence; what it was answered is remembered."""
         self._suffix.stop(seq)
-        self.memory.of(seq.params.cache_salt).past.learn(seq.tokens, seq.num_prompt_tokens)
+        if self._keeps_answers:
+            self.memory.of(seq.params.cache_salt).past.learn(seq.tokens, seq.num_prompt_tokens)
         self.memory.trim()
 
     def state(self) -> bytes:

@@ -35,9 +35,9 @@ class GuardedDrafter(Drafter):
         """Passes on what the target's forwards cost."""
         self._safely(lambda: self.inner.prices(seconds))
 
-    def remember(self, max_bytes: int) -> None:
+    def remember(self, max_bytes: int, answers: bool) -> None:
         """Passes on how much it may remember."""
-        self._safely(lambda: self.inner.remember(max_bytes))
+        self._safely(lambda: self.inner.remember(max_bytes, answers))
 
     def round_s(self) -> float:
         """What the drafter says; 0 if it fails."""

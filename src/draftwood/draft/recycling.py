@@ -20,7 +20,7 @@ class RecyclingDrafter(Drafter):
         self.memory = DraftMemory()
         self.calibrator = Calibrator()
 
-    def remember(self, max_bytes: int) -> None:
+    def remember(self, max_bytes: int, answers: bool) -> None:
         """Sets the budget of the tables."""
         self.memory.limit(max_bytes)
 

@@ -67,7 +67,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = GuardedDrafter(drafter, model.spec.vocab_size)
-        self.drafter.remember(config.draft_memory)
+        self.drafter.remember(config.draft_memory, config.past_answers)
         self.pool = pool
         self.config = config
         self.tiers = tiers
