@@ -28,8 +28,8 @@ class EngineConfig:
         kv_namespace: begins every key in Redis.
         kv_ttl_s: seconds that unused KV stays on disk and in Redis; None for no limit.
         kv_timeout_s: the most that disk or Redis may let a request wait for its next answer.
-        past_answers: drafters learn from answers of earlier requests; off where the same prompts are
-            measured again and again.
+        past_answers: drafters learn from answers of earlier requests; off where the same prompts
+            are measured again and again.
         adaptive: choose tree sizes by measured cost; False verifies all that is proposed.
         debug_kv: fill slots that hold nothing with NaN.
     """
