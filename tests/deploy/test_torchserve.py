@@ -125,7 +125,7 @@ def test_a_batch_is_one_packed_run(handler: DraftwoodHandler, unpacked: Path, mo
     [
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "banana": 1}, "banana"),
-        ({"prompt": "a", "top_k": "x"}, "cannot be used"),
+        ({"prompt": "a", "top_k": "x"}, "top_k is 'x'"),
         ({"prompt": ""}, "empty"),
         ({}, "prompt or messages"),
         ({"messages": "a"}, "messages is a list"),

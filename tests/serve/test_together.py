@@ -98,7 +98,7 @@ def test_each_of_32_gets_the_text_it_gets_alone(make_llm: Callable[..., LLM]) ->
                 one.result()
         live.assert_idle()
     assert together == alone
-    assert llm.engine.num_preemptions > 32  # both for memory and for priority, all the time
+    assert llm.engine.num_preemptions > 4  # for memory and for priority
     assert len({text for texts in alone for text, _ in texts}) > 25
 
 

@@ -116,11 +116,15 @@ def _own_params(params: SamplingParams, prompt: Prompt) -> SamplingParams:
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     try:
         own = type(params).from_dict(values | prompt.params)
-    except TypeError as error:
-        raise ConfigError(f"params of a prompt cannot be used: {error}") from error
-    for name in ("n", "num_return_sequences"):
-        if (count := getattr(own, name)) > 1:
-            raise ConfigError(f"{name} is {count}: the command line gives one output per prompt")
+        for name in ("n", "num_return_sequences"):
+            if (count := getattr(own, name)) > 1:
+                raise ConfigError(
+                    f"{name} is {count}: the command line gives one output per prompt"
+                )
+    except (ConfigError, TypeError) as error:
+        if not prompt.params:
+            raise
+        raise ConfigError(f"{prompt.place}: params: {error}") from error
     return own
 
 

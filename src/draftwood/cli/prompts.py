@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Prompt:
         messages: a conversation.
         id: the user's own name for it.
         params: sampling parameters of this prompt only.
+        place: where it stands, for messages: a file and a line.
 
     Raises:
         PromptError: it is empty or cannot be encoded.
@@ -33,6 +34,7 @@ class Prompt:
     messages: list[Message] | None = None
     id: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
 
     def __post_init__(self) -> None:
         if not (self.text or self.token_ids or self.messages):
@@ -83,7 +85,8 @@ def _from_file(path: Path) -> list[Prompt]:
             continue
         try:
             line = line.removesuffix("\r")
-            prompts.append(_from_json(line) if is_json else Prompt(text=line))
+            prompt = _from_json(line) if is_json else Prompt(text=line)
+            prompts.append(replace(prompt, place=f"{path}, line {number}"))
         except PromptError as error:
             raise PromptError(f"{path}, line {number}: {error}") from error
     if not prompts:

@@ -243,9 +243,11 @@ class Engine:
         seq, tree = job.seq, job.tree
         if seq.params.greedy and not seq.rules:
             best = argmax(logits)  # of all nodes at once
-            verdict = walk(tree, lambda node, depth: best[node])
+            verdict = walk(tree, lambda node, depth: best[node], seq.stop_ids)
         else:
-            verdict = walk(tree, lambda node, depth: _pick(seq, tree, logits[node], node, depth))
+            verdict = walk(
+                tree, lambda node, depth: _pick(seq, tree, logits[node], node, depth), seq.stop_ids
+            )
         return Outcome(tree, verdict, verdict.tokens, logits)
 
     def _commit(self, job: Job, outcome: Outcome) -> Outcome:
@@ -328,11 +330,20 @@ def _advance_beams(jobs: Seq[Job], logits: Seq[Tensor]) -> list[Sequence]:
     return ended
 
 
-def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int) -> int:
-    """The target's choice at a node, under every rule for the node's own path."""
+def _pick(seq: Sequence, tree: TokenTree, logits: Tensor, node: int, depth: int) -> int | None:
+    """The target's choice at a node, under every rule for the node's own path.
+
+    A user's logits processor that fails below the root is not asked there: a stop string may end
+    the text before, and then plain decoding never asks it. If not, it fails at the next root.
+    """
     if seq.rules:
         path = [tree.tokens[i] for i in tree.path(node)[1:]]
-        logits = seq.rules.apply(logits, seq.tokens + path, seq.num_prompt_tokens)
+        try:
+            logits = seq.rules.apply(logits, seq.tokens + path, seq.num_prompt_tokens)
+        except Exception:
+            if depth == 0 or not seq.params.logits_processors:
+                raise
+            return None
     return choose(logits, seq.params, seq.seed, len(seq.tokens) + depth)
 
 

@@ -9,7 +9,7 @@ verification; above it, sample-and-match with shared Gumbel noise (Daliri, Musco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -71,19 +71,27 @@ class Verdict:
         return len(self.path) - 1
 
 
-def walk(tree: TokenTree, pick: Callable[[int, int], int]) -> Verdict:
-    """Follows the target's choices down the tree until one has no node.
+def walk(
+    tree: TokenTree, pick: Callable[[int, int], int | None], ends: Collection[int] = ()
+) -> Verdict:
+    """Follows the target's choices down the tree until one has no node, or ends the text.
 
     Args:
         tree: what was verified.
-        pick: `pick(node, depth)` is the token the target chooses after `node`.
+        pick: `pick(node, depth)` is the token the target chooses after `node`. None says that it
+            cannot be known yet, which must not be at the root: that node is not accepted then, and
+            its token is the last one of the round.
+        ends: tokens that end the text. Nobody is asked what comes behind one.
     """
-    node, path, tokens = 0, [0], []
+    node, path, tokens = 0, [0], list[int]()
     while True:
         token = pick(node, len(path) - 1)
+        if token is None:
+            assert len(path) > 1, "the root's successor is always known"
+            return Verdict(tuple(path[:-1]), tuple(tokens), len(tree) - 1)
         tokens.append(token)
         child = tree.child(node, token)
-        if child is None:
+        if child is None or token in ends:
             return Verdict(tuple(path), tuple(tokens), len(tree) - 1)
         path.append(child)
         node = child

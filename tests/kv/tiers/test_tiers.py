@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from draftwood.draft.base import NoDrafter
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams
 from tests.redis_server import Redis
@@ -230,11 +231,11 @@ def test_a_batch_of_one_prefix_is_fetched_once(where: Where) -> None:
 
 def test_an_engine_that_is_closed_gives_its_prefixes_back() -> None:
     """They stayed in the shared pool for as long as the process lived."""
-    llm = make()
+    llm = make(drafter="none")
     [prompt] = random_prompts([41])
     llm.outputs([prompt], GREEDY)
     before = llm.pool.num_free
-    engine = llm.make_engine(llm.engine.drafter.inner)
+    engine = llm.make_engine(NoDrafter())
     seq = engine.add(prompt, GREEDY)
     while not seq.finished:
         engine.step()
