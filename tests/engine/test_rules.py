@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from draftwood.draft.synthetic import OracleDrafter
 from draftwood.errors import ConfigError
 from draftwood.sampling import SamplingParams
 from draftwood.sampling.rules import make_rules
@@ -216,3 +217,48 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
         llm.generate(PROMPT, SamplingParams(logit_bias={999: 1.0}))
     with pytest.raises(ConfigError, match="stop_token_ids names token id 999"):
         llm.generate(PROMPT, SamplingParams(stop_token_ids=(999,)))
+
+
+def _script(words: list[int], prompt: list[int]) -> Any:
+    """A processor that knows a text of so many tokens, and nothing of what would come behind it."""
+
+    def say(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, words[ids.shape[1] - len(prompt)]] = 1e4
+        return scores
+
+    return say
+
+
+@pytest.mark.parametrize("ending", ["stop token", "stop string", "length"])
+def test_a_processor_is_not_asked_behind_the_end(ending: str) -> None:
+    """Plain decoding never does. A tree may reach further than the text, here by five tokens."""
+    words = [5, 6, 7, 8, 9, 3]
+    told = tiny.tiny_llm("llama", drafter="none").engine.tokenizer.decode(words)
+    params = SamplingParams(
+        max_tokens=len(words) if ending == "length" else 30,
+        ignore_eos=True,
+        stop_token_ids=(words[-1],) if ending == "stop token" else (),
+        stop=(told[-2:],) if ending == "stop string" else (),
+        logits_processors=(_script(words, PROMPT),),
+    )
+    answer = [*PROMPT, *words, *(words[-1:] * 5)]
+    llm = tiny.tiny_llm(
+        "llama", drafter=OracleDrafter({tuple(PROMPT): answer}), adaptive=False, max_tree_nodes=12
+    )
+    plain = llm.generate(PROMPT, params.but(speculation=False))[0]
+    [tree] = llm.generate(PROMPT, params)
+    assert list(tree.token_ids) == list(plain.token_ids) == words
+    assert (tree.text, tree.finish_reason) == (plain.text, plain.finish_reason)
+    assert tree.metrics.num_accepted_tokens >= len(words) - 2
+
+
+def test_a_processor_that_fails_within_the_text_is_an_error() -> None:
+    words = [5, 6, 7]
+    params = SamplingParams(
+        max_tokens=10, ignore_eos=True, logits_processors=(_script(words, PROMPT),)
+    )
+    for drafter in ("none", OracleDrafter({tuple(PROMPT): [*PROMPT, *words, 1, 1, 1]})):
+        llm = tiny.tiny_llm("llama", drafter=drafter, adaptive=False)
+        with pytest.raises(IndexError):
+            llm.generate(PROMPT, params)
+        llm.pool.check()
