@@ -29,9 +29,15 @@ request_id: ContextVar[str | None] = ContextVar("draftwood_request_id", default=
 
 @dataclass(slots=True)
 class Note:
-    """What is logged of a request, besides what every request has; endpoints write here."""
+    """What is logged of a request, besides what every request has; endpoints write here.
+
+    Attributes:
+        owner, chose_id: see `Caller`; not logged.
+    """
 
     caller: str = ""
+    owner: str = ""
+    chose_id: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,7 +64,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         own_id = given if _ID.fullmatch(given) else f"req_{uuid4().hex}"
         request_id.set(own_id)
-        note = Note(caller=(scope.get("client") or ("",))[0])
+        note = Note(caller=(scope.get("client") or ("",))[0], chose_id=own_id == given)
         scope.setdefault("state", {}).update(request_id=own_id, note=note)
         outgoing = _Outgoing(send, own_id)
         begin = time.perf_counter()
@@ -100,7 +106,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        note.caller = holder
+        note.caller, note.owner = holder, self._keys.owner(holder)
 
 
 class _Outgoing:

@@ -22,7 +22,7 @@ from draftwood.errors import DraftwoodError
 from draftwood.llm import LLM
 from draftwood.serve.endings import ending_of
 from draftwood.serve.errors import ApiError
-from draftwood.serve.generation import Generation, Outbox, Teller
+from draftwood.serve.generation import Generation, Outbox, Piece, Teller
 from draftwood.serve.rounds import RoundRecorder
 from draftwood.serve.waiting import WaitingQueue
 
@@ -120,6 +120,21 @@ class Worker:
             if not one.ended:
                 self._posted.put(lambda one=one: self._drop(one))  # type: ignore[misc]
 
+    def attach(self, generations: Sequence[Generation], outbox: Outbox) -> None:
+        """Tells another reader all there is of a request, and what is to come."""
+        self._posted.put(lambda: self._attach(generations, outbox))
+
+    def resume(self, generations: Sequence[Generation]) -> None:
+        """Goes on with requests of an earlier process, which the checkpoint has."""
+        with self._lock:
+            self._num_open += sum(one.params.n for one in generations)
+        for one in generations:
+            self._posted.put(lambda one=one: self._resume(one))  # type: ignore[misc]
+
+    def forget(self, generations: Sequence[Generation]) -> None:
+        """Lets go of requests that have ended: nobody asks for their answers here any more."""
+        self._posted.put(lambda: self._forget(generations))
+
     def fail_all(self, error: ApiError) -> None:
         """Ends everything that waits or runs."""
         self._posted.put(lambda: self._fail_all(error))
@@ -140,6 +155,8 @@ class Worker:
         except BaseException:
             _log.critical("the engine cannot go on", exc_info=True)
             self.died = self._stopping = True
+            with suppress(Exception):
+                self._suspend(publish=False)
             self._abandon_all(ApiError(500, "the engine cannot go on", code="engine_dead"))
             self._take_posted(wait=False)
             self._wake()
@@ -195,10 +212,51 @@ class Worker:
                 _log.exception("a request could not be made")
             self._end(one, error)
             return
-        one.tellers = [Teller(i, seq) for i, seq in enumerate(one.seqs, start=one.first_index)]
+        one.listen()
         one.outbox.accept()
         self._news.add(one.outbox)
         self._waiting.push(one)
+
+    def _attach(self, generations: Sequence[Generation], outbox: Outbox) -> None:
+        for one in generations:
+            one.outbox = outbox
+            one.listen()
+            for teller in one.tellers:
+                piece = teller.news()
+                if piece is None:
+                    continue
+                if teller.seq.finished and one.error is None:
+                    teller.done = True
+                    piece.ending = ending_of(teller.seq, self._llm.engine)
+                self._put(one, teller, piece)
+            if one.error is not None:
+                outbox.fail(one.error)
+            self._news.add(outbox)
+
+    def _resume(self, one: Generation) -> None:
+        """Takes a request up where a checkpoint has it; in what order is the engine's to say."""
+        writer = self._llm.checkpoints
+        if writer is None or one.ended:
+            return
+        try:
+            one.seqs = writer.resume(one.names)
+        except Exception as error:
+            _log.warning("a request of the checkpoint cannot go on: %s", error)
+            self._end(one, error)
+            return
+        one.listen()
+        self._running.append(one)
+        if one.wants_rounds:
+            self._rounds.watch(one)
+        self._tell(one)  # it may have ended before
+
+    def _forget(self, generations: Sequence[Generation]) -> None:
+        for one in generations:
+            for name in one.names:
+                if self._llm.checkpoints is not None:
+                    self._llm.checkpoints.forget(name)
+            if one.ended:
+                one.seqs, one.tellers = [], []
 
     def _make(self, one: Generation) -> list[EngineSequence]:
         """The sequences of all outputs; those behind the first share its prompt's KV."""
@@ -254,14 +312,17 @@ class Worker:
                 teller.done = True
                 piece.ending = ending_of(teller.seq, self._llm.engine)
                 self._count(teller.seq)
-            if teller.seq.prompt_logprobs:
-                one.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
-            one.outbox.put(piece)
+            self._put(one, teller, piece)
             told = True
         if told:
             self._news.add(one.outbox)
         if all(teller.done for teller in one.tellers):
             self._end(one)
+
+    def _put(self, one: Generation, teller: Teller, piece: Piece) -> None:
+        if teller.seq.prompt_logprobs:
+            one.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
+        one.outbox.put(piece)
 
     def _count(self, seq: EngineSequence) -> None:
         metrics = seq.metrics
@@ -290,7 +351,7 @@ class Worker:
 
     def _close(self, one: Generation, error: Exception | None, reason: str) -> None:
         """Counts what has not come to an end of its own, and leaves word for the reader."""
-        one.ended = True
+        one.ended, one.error = True, error
         for teller in one.tellers:
             if not teller.seq.finished:
                 teller.seq.finish(reason)
@@ -301,11 +362,20 @@ class Worker:
         if error is not None:
             one.outbox.fail(error)
         self._news.add(one.outbox)
+        if one.on_end is not None:
+            one.on_end(one, error)
 
     def _fail_all(self, error: Exception) -> None:
+        self._suspend()
         for one in [*self._running, *self._waiting.all()]:
             self._end(one, error)
         self._wake()
+
+    def _suspend(self, *, publish: bool = True) -> None:
+        """What runs is saved as it is, before it is ended here, to go on in another process."""
+        if self._llm.checkpoints is not None:
+            seqs = [seq for one in self._running for seq in one.seqs]
+            self._llm.checkpoints.suspend(seqs, publish=publish)
 
     def _recover(self, failure: Exception) -> None:
         """Tells all who wait and goes on with a fresh engine on fresh KV memory."""

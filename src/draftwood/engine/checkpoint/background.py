@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from draftwood.engine.checkpoint.store import Checkpoint, CheckpointStore
 
@@ -21,6 +22,7 @@ class CheckpointStats:
         num_written, num_failed: checkpoints that reached the disk, and that did not.
         num_left_out: requests that had no room in the last one.
         last_bytes: size of the last one.
+        num_bytes, write_s: of all of them; the seconds are the writing thread's.
         engine_s: seconds that the engine's thread spent on copies.
     """
 
@@ -28,6 +30,8 @@ class CheckpointStats:
     num_failed: int = 0
     num_left_out: int = 0
     last_bytes: int = 0
+    num_bytes: int = 0
+    write_s: float = 0.0
     engine_s: float = 0.0
 
 
@@ -47,16 +51,22 @@ class Background:
         self._max_bytes = max_bytes
         self._settle = settle
         self._next: Checkpoint | None = None
+        self._keep_empty = False
         self._num_given = self._num_done = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.stats = CheckpointStats()
 
-    def put(self, checkpoint: Checkpoint) -> int:
-        """Takes a checkpoint; returns its number for `wait`."""
+    def put(self, checkpoint: Checkpoint, *, keep_empty: bool = False) -> int:
+        """Takes a checkpoint; returns its number for `wait`.
+
+        Args:
+            checkpoint: without requests it removes what is there,
+            keep_empty: unless this says that it is worth keeping all the same.
+        """
         with self._changed:
-            self._next = checkpoint
+            self._next, self._keep_empty = checkpoint, keep_empty
             self._num_given += 1
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -96,11 +106,12 @@ class Background:
     def _write(self, checkpoint: Checkpoint) -> None:
         stats = self.stats
         try:
-            if not checkpoint.requests:
+            if not checkpoint.requests and not self._keep_empty:
                 self._store.clear()
                 self.stats = replace(stats, num_left_out=0, last_bytes=0)
                 return
             self._settle()
+            begin = perf_counter()
             data, left_out = checkpoint.encode(self._max_bytes)
             self._store.write(data)
         except Exception as error:  # a full disk must not end a server
@@ -115,4 +126,6 @@ class Background:
             num_written=stats.num_written + 1,
             num_left_out=left_out,
             last_bytes=len(data),
+            num_bytes=stats.num_bytes + len(data),
+            write_s=stats.write_s + perf_counter() - begin,
         )
