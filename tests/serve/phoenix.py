@@ -19,7 +19,7 @@ from draftwood.sampling import SamplingParams
 
 def main() -> None:
     """Reads arguments of a command, one JSON list a line; answers with its pid and exit code."""
-    import draftwood.serve.start  # noqa: F401, PLC0415
+    import draftwood.serve.start  # noqa: F401
 
     torch.set_num_threads(1)
     with LLM(sys.argv[1]) as llm:  # much is imported late

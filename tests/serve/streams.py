@@ -37,12 +37,31 @@ class Stream:
 
     def text(self, index: int = 0) -> str:
         """All that came of one output."""
-        parts = []
-        for event in self.events:
-            for choice in event["choices"]:
-                if choice["index"] == index:
-                    parts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-        return "".join(parts)
+        return "".join(
+            choice.get("text") or choice.get("delta", {}).get("content") or ""
+            for choice in self._choices(index)
+        )
+
+    def _choices(self, index: int) -> list[dict[str, Any]]:
+        choices = [choice for event in self.events for choice in event["choices"]]
+        return [choice for choice in choices if choice["index"] == index]
+
+    def tokens(self, index: int) -> list[str]:
+        """Of the log-probabilities of one output."""
+        found: list[str] = []
+        for choice in self._choices(index):
+            logprobs = choice.get("logprobs") or {}
+            found += logprobs.get("tokens") or []
+            found += [one["token"] for one in logprobs.get("content") or []]
+        return found
+
+    def calls(self, index: int) -> list[Any]:
+        """The functions that one output calls."""
+        found = []
+        for choice in self._choices(index):
+            calls = choice.get("delta", {}).get("tool_calls", [])
+            found += [call["function"] for call in calls]
+        return found
 
     def reasons(self) -> list[str]:
         """Of the outputs that have ended, as they came."""
@@ -76,8 +95,7 @@ class Stream:
         return self
 
     def _take(self, response: HTTPResponse, most: int | None) -> None:
-        count = 0
-        for event_id, data in events_of(response):
+        for count, (event_id, data) in enumerate(events_of(response), start=1):
             if data == "[DONE]":
                 self.done = True
                 self.ids.append(event_id)
@@ -85,7 +103,6 @@ class Stream:
             self.events.append(json.loads(data))
             if event_id:  # an error has none
                 self.ids.append(event_id)
-            count += 1
             if count == most:
                 return
 

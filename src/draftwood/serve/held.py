@@ -90,6 +90,7 @@ class Held:
         written: set when its ticket is on the disk, or cannot be written.
         whole: outputs that have ended, until their file has them.
         num_ended: of its generations.
+        resumed: whether it is an earlier process's.
     """
 
     recovery: Recovery
@@ -111,6 +112,7 @@ class Held:
     written: asyncio.Event = field(default_factory=asyncio.Event)
     whole: Whole = field(default_factory=lambda: Whole())
     num_ended: int = 0
+    resumed: bool = False
 
     async def saved(self) -> None:
         """Waits until the request is on the disk, or the disk is too slow to wait for."""

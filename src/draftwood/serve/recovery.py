@@ -10,17 +10,15 @@ thread says of an ending is passed on to it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import blake2b
 
-from draftwood.engine.checkpoint import CheckpointWriter, SavedRequest
-from draftwood.errors import ConfigError
+from draftwood.engine.checkpoint import CheckpointStats, CheckpointWriter, SavedRequest
+from draftwood.errors import ConfigError, DraftwoodError
+from draftwood.serve.asked import begun, body_of, fill, generations_of, kind_of, question_of
 from draftwood.serve.chat import reopen_chat
 from draftwood.serve.completions import reopen_completion
 from draftwood.serve.endings import ending_of
@@ -35,9 +33,8 @@ from draftwood.serve.tickets import Ticket, TicketFolder, file_name
 
 _log = logging.getLogger("draftwood.serve")
 _SWEEP_S = 0.25
+_MOST_STARTS = 5  # of processes, for a request that gets no token in any of them
 _SUSPENDED = frozenset({"shutting_down", "engine_dead"})  # errors after which a request goes on
-_NO_TEXT = frozenset({"stream", "stream_options"})  # fields that do not change what is said
-_BODIES: dict[str, type[Sampling]] = {"chat": ChatRequest, "completion": CompletionRequest}
 
 
 class Recovery:
@@ -62,7 +59,7 @@ class Recovery:
         self._held: dict[tuple[str, str], Held] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.counts = RecoveryCounts()
-        writer.keeps_state = True
+        writer.keep_state()
         self._load()
 
     # --- the start ---------------------------------------------------------------------------
@@ -77,8 +74,7 @@ class Recovery:
             held = self._held_of(ticket, size)
             self._held[held.key] = held
             if not held.finished:
-                places = range(len(ticket.prompts))
-                initial += [saved for place in places for saved in ticket.sequences(place)]
+                initial += self._take_up(held, ticket)
         wanted = {saved.request_id for saved in initial}
         strangers = [name for name in self._writer.pending if not name.startswith(ENGINE_PREFIX)]
         if strangers:
@@ -91,17 +87,34 @@ class Recovery:
                 self._writer.forget(name)
         self._writer.expect(initial)
 
+    def _take_up(self, held: Held, ticket: Ticket) -> list[SavedRequest]:
+        """The requests of a ticket as they began; none if it has ended too many processes."""
+        found = [saved for i in range(len(ticket.prompts)) for saved in ticket.sequences(i)]
+        states = [self._writer.pending.get(saved.request_id, saved) for saved in found]
+        held.ticket = ticket.started(sum(len(saved.tokens) for saved in states))
+        if held.ticket.num_starts <= _MOST_STARTS:
+            return found
+        _log.warning(
+            "request %s is given up: %d processes have ended without a token of it",
+            ticket.request_id,
+            _MOST_STARTS,
+        )
+        self.counts.num_lost += 1
+        self._drop(held)
+        return []
+
     def _held_of(self, ticket: Ticket, size: int) -> Held:
-        body = _body_of(ticket)
+        body = body_of(ticket)
         held = Held(
             self,
             (ticket.owner, ticket.request_id),
-            _question(ticket.kind, body),
+            question_of(ticket.kind, body),
             keeps=True,
             response_id=ticket.response_id,
             created=ticket.created,
             ticket=ticket,
         )
+        held.resumed = True
         held.opened.set()
         held.written.set()
         if ticket.outputs is not None:
@@ -115,8 +128,9 @@ class Recovery:
         now = time.monotonic()
         for held in self._held.values():
             if held.ticket is not None and not held.finished:
-                held.generations = _generations(held, held.ticket)
+                held.generations = generations_of(held, held.ticket)
                 held.left_s = now
+                self._folder.put(held.ticket, lambda size: None)
                 self._service.worker.resume(held.generations)
                 self.counts.num_resumed += 1
         if self.counts.num_resumed:
@@ -126,6 +140,16 @@ class Recovery:
     def close(self) -> None:
         """Writes what waits. From any thread."""
         self._folder.close()
+
+    @property
+    def stats(self) -> CheckpointStats:
+        """Of the checkpoints."""
+        return self._writer.stats
+
+    def size(self) -> tuple[int, int]:
+        """How many requests are kept, and bytes of answers among them. From any thread."""
+        held = list(self._held.values())
+        return len(held), sum(one.num_bytes for one in held)
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -138,7 +162,7 @@ class Recovery:
             ApiError: the id is another request's, or the event that was had last is of none.
         """
         key = (caller.owner, caller.request_id)
-        question = _question(_kind_of(body), body)
+        question = question_of(kind_of(body), body)
         while (held := self._held.get(key)) is not None:
             if held.question != question:
                 raise self._refused(_in_use(caller.request_id))
@@ -167,7 +191,7 @@ class Recovery:
             await held.opened.wait()
         if held is None or held.dropped:
             raise self._refused(_unknown(request_id))
-        body = _body_of(await self._ticket_of(held))
+        body = body_of(await self._ticket_of(held))
         return await self._reopen(held, body, last_event_id)
 
     def cancel(self, caller: Caller, request_id: str) -> None:
@@ -194,7 +218,7 @@ class Recovery:
         held.ticket = Ticket(
             owner=caller.owner,
             request_id=caller.request_id,
-            kind=_kind_of(body),
+            kind=kind_of(body),
             body=body.model_dump(mode="json", by_alias=True, exclude_none=True),
             response_id=held.response_id,
             created=held.created,
@@ -202,7 +226,7 @@ class Recovery:
             priority=first.priority,
             deadline_s=None if deadline is None else deadline - time.monotonic() + time.time(),
             maker=self._writer.maker,
-            prompts=tuple(_begun(one) for one in held.generations),
+            prompts=tuple(begun(one) for one in held.generations),
         )
         self._folder.put(held.ticket, lambda size: self.tell(held.written.set))
         held.opened.set()
@@ -216,7 +240,7 @@ class Recovery:
         have = Position.of(last_event_id, (body.n or 1) * len(ticket.prompts))
         outbox = Outbox(asyncio.get_running_loop(), 0)
         if ticket.outputs is not None:
-            generations = _fill(outbox, ticket)
+            generations = fill(outbox, ticket)
         else:
             self._take_over(held, outbox)
             generations = held.generations
@@ -290,6 +314,8 @@ class Recovery:
         if held.dropped or (isinstance(error, ApiError) and error.code in _SUSPENDED):
             return
         if error is not None:
+            # One of an earlier process that does not fit here: a deadline is no such error.
+            self.counts.num_lost += held.resumed and isinstance(error, DraftwoodError)
             if held.response_id:
                 self._drop(held)
             return
@@ -365,80 +391,6 @@ class Recovery:
                 break
             total -= held.num_bytes
             self._drop(held)
-
-
-def _generations(held: Held, ticket: Ticket) -> list[Generation]:
-    """The generations of a request that goes on, without a reader."""
-    outbox = Outbox(asyncio.get_running_loop(), 0)
-    made: list[Generation] = []
-    for saved in ticket.prompts:
-        made.append(_generation(saved, outbox, len(made), ticket, held))
-    return made
-
-
-def _generation(
-    saved: SavedRequest, outbox: Outbox, place: int, ticket: Ticket, held: Held
-) -> Generation:
-    left_s = None if ticket.deadline_s is None else ticket.deadline_s - time.time()
-    return Generation(
-        id=saved.request_id,
-        prompt_ids=saved.prompt_ids,
-        params=saved.params,
-        outbox=outbox,
-        first_index=place * saved.params.n,
-        priority=ticket.priority,
-        client=ticket.client,
-        deadline=None if left_s is None else time.monotonic() + left_s,
-        wants_rounds=bool(ticket.body.get("rounds") and ticket.body.get("stream")),
-        on_end=held.ended,
-    )
-
-
-def _fill(outbox: Outbox, ticket: Ticket) -> list[Generation]:
-    """Puts a whole answer where its reader looks; returns generations that have ended."""
-    assert ticket.outputs is not None
-    for piece in ticket.outputs:
-        outbox.put(replace(piece))  # a reader may add to what it takes
-    for index, logprobs in (ticket.prompt_logprobs or {}).items():
-        outbox.prompt_logprobs[index] = list(logprobs)
-    return [
-        Generation(
-            id=saved.request_id,
-            prompt_ids=saved.prompt_ids,
-            params=saved.params,
-            outbox=outbox,
-            ended=True,
-        )
-        for saved in ticket.prompts
-    ]
-
-
-def _begun(one: Generation) -> SavedRequest:
-    """A prompt's first output as it was before its first token; what is read here never changes."""
-    [first, *_] = one.seqs
-    return SavedRequest(
-        request_id=one.id,
-        tokens=array("i", one.prompt_ids),
-        num_prompt_tokens=len(one.prompt_ids),
-        params=one.params,
-        seed=first.seed,
-        max_length=first.max_length,
-    )
-
-
-def _kind_of(body: Sampling) -> str:
-    return "chat" if isinstance(body, ChatRequest) else "completion"
-
-
-def _body_of(ticket: Ticket) -> Sampling:
-    return _BODIES[ticket.kind].model_validate(dict(ticket.body))
-
-
-def _question(kind: str, body: Sampling) -> str:
-    """A digest of what was asked: two requests with the same one get the same answer."""
-    fields = body.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(_NO_TEXT))
-    text = json.dumps([kind, fields], sort_keys=True)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _name(held: Held) -> str:

@@ -77,7 +77,7 @@ class Server:
         recovery: Recovery | None = None,
     ) -> None:
         self.worker = worker
-        self._recovery = recovery
+        self.recovery = recovery
         self._sock = sock
         self._drain_timeout_s = drain_timeout_s
         self._code = 0
@@ -100,8 +100,8 @@ class Server:
         _raise_file_limit()
         asyncio.run(self._serve())
         self.worker.stop()
-        if self._recovery is not None:
-            self._recovery.close()
+        if self.recovery is not None:
+            self.recovery.close()
         return self._code
 
     def stop(self, code: int) -> None:
@@ -136,8 +136,8 @@ class Server:
                 self._loop.add_signal_handler(number, self.stop, code)
         if self.worker.died:
             self.stop(1)
-        if self._recovery is not None:
-            self._recovery.begin()
+        if self.recovery is not None:
+            self.recovery.begin()
         await self._uvicorn.serve(sockets=[self._sock])
 
 

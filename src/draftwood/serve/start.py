@@ -13,6 +13,7 @@ from draftwood.serve.held import RecoveryOptions
 from draftwood.serve.metrics import Metrics
 from draftwood.serve.page import mount_page
 from draftwood.serve.recovery import Recovery
+from draftwood.serve.recovery_gauges import RecoveryCollector
 from draftwood.serve.run import Server
 from draftwood.serve.service import Service
 from draftwood.serve.worker import Worker
@@ -58,6 +59,7 @@ def make_server(
     service = Service(llm, worker, options.names, options.timeout_s)
     if llm.checkpoints is not None:
         service.recovery = Recovery(service, options.recovery)
+        watcher.add(RecoveryCollector(options.names[0], service.recovery))
     settings = AppSettings(
         keys=options.keys,
         hosts=options.hosts,

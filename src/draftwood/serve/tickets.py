@@ -52,6 +52,8 @@ class Ticket:
         outputs: whole texts; None while it runs.
         prompt_logprobs: by the index of a prompt's first output.
         finished_s: wall clock.
+        num_tokens, num_starts: how far it was when a process took it up last, and how many have
+            done so without it getting further.
     """
 
     owner: str
@@ -68,6 +70,8 @@ class Ticket:
     outputs: tuple[Piece, ...] | None = None
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None
     finished_s: float = 0.0
+    num_tokens: int = 0
+    num_starts: int = 0
 
     @property
     def name(self) -> str:
@@ -90,6 +94,12 @@ class Ticket:
         ]
         return [first, *others]
 
+    def started(self, num_tokens: int) -> Ticket:
+        """The same, taken up by a process that finds so many tokens of it."""
+        further = num_tokens > self.num_tokens
+        num_starts = 1 if further else self.num_starts + 1
+        return replace(self, num_tokens=num_tokens, num_starts=num_starts)
+
     def encode(self) -> bytes:
         """The bytes of its file."""
         record: dict[str, Any] = {
@@ -105,6 +115,8 @@ class Ticket:
             "maker": asdict(self.maker),
             "prompts": [saved.to_json() for saved in self.prompts],
             "finished_s": self.finished_s,
+            "num_tokens": self.num_tokens,
+            "num_starts": self.num_starts,
         }
         if self.outputs is not None:
             record["outputs"] = [_piece_json(piece) for piece in self.outputs]

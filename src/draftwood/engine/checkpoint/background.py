@@ -42,6 +42,10 @@ class Background:
         store: where to.
         max_bytes: of a checkpoint.
         settle: called before each: lets KV reach the disk first.
+
+    Attributes:
+        keeps_empty: whether one without requests is written; else it removes what is there.
+        stats: what was written so far.
     """
 
     def __init__(
@@ -51,22 +55,17 @@ class Background:
         self._max_bytes = max_bytes
         self._settle = settle
         self._next: Checkpoint | None = None
-        self._keep_empty = False
+        self.keeps_empty = False
         self._num_given = self._num_done = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.stats = CheckpointStats()
 
-    def put(self, checkpoint: Checkpoint, *, keep_empty: bool = False) -> int:
-        """Takes a checkpoint; returns its number for `wait`.
-
-        Args:
-            checkpoint: without requests it removes what is there,
-            keep_empty: unless this says that it is worth keeping all the same.
-        """
+    def put(self, checkpoint: Checkpoint) -> int:
+        """Takes a checkpoint; returns its number for `wait`."""
         with self._changed:
-            self._next, self._keep_empty = checkpoint, keep_empty
+            self._next = checkpoint
             self._num_given += 1
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -106,7 +105,7 @@ class Background:
     def _write(self, checkpoint: Checkpoint) -> None:
         stats = self.stats
         try:
-            if not checkpoint.requests and not self._keep_empty:
+            if not checkpoint.requests and not self.keeps_empty:
                 self._store.clear()
                 self.stats = replace(stats, num_left_out=0, last_bytes=0)
                 return

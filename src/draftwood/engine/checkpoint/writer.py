@@ -52,7 +52,6 @@ class CheckpointWriter:
         maker: who we are.
         every_s: seconds between two checkpoints. New requests are saved within half a second.
         max_bytes: of one checkpoint, of which there are two.
-        keeps_state: whether what the drafter has learned is kept when no request is left.
 
     Raises:
         CheckpointError: what is in the folder was made by another model or version, or is damaged.
@@ -71,14 +70,12 @@ class CheckpointWriter:
         *,
         every_s: float = 5.0,
         max_bytes: int = MAX_BYTES,
-        keeps_state: bool = False,
     ) -> None:
         if not every_s > 0:
             raise ConfigError(f"checkpoint_every_s is {every_s}: it must be above 0")
         self._store = CheckpointStore(folder)
         self.maker = maker
         self.folder = self._store.folder
-        self.keeps_state = keeps_state
         self._every_s = every_s
         try:
             self._found = self._store.load()
@@ -189,6 +186,10 @@ class CheckpointWriter:
         self._copies.pop(request_id, None)
         self._delivered.pop(request_id, None)
         self._has_news = True
+
+    def keep_state(self) -> None:
+        """From now on what the drafter has learned is kept also when no request is left."""
+        self._background.keeps_empty = True
 
     def expect(self, requests: Iterable[SavedRequest]) -> None:
         """Makes requests pending that somebody else has kept; what a checkpoint has is newer."""
@@ -313,6 +314,5 @@ class CheckpointWriter:
                 self._engine.num_requests,
                 drafter.name,
                 drafter.state(),
-            ),
-            keep_empty=self.keeps_state,
+            )
         )
