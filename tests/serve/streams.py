@@ -81,7 +81,7 @@ class Stream:
         headers = {"content-type": "application/json", **self.headers}
         if self.last_id:
             headers["last-event-id"] = self.last_id
-        connection = HTTPConnection(*self.address, timeout=30)
+        connection = HTTPConnection(*self.address, timeout=120)
         try:
             connection.request(method, path, content, headers)
             response = connection.getresponse()

@@ -82,7 +82,7 @@ class Phoenix:
 
     def get(self, path: str) -> Any:
         """What it answers."""
-        connection = HTTPConnection(*self.address, timeout=30)
+        connection = HTTPConnection(*self.address, timeout=120)
         with closing(connection):
             connection.request("GET", path)
             return json.load(connection.getresponse())

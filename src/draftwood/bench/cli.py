@@ -15,6 +15,7 @@ import typer
 from draftwood.bench.batch_cli import batch
 from draftwood.bench.check_cli import check
 from draftwood.bench.diff_cli import diff
+from draftwood.bench.kept_cli import checkpoints
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
@@ -209,6 +210,7 @@ app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
+app.command(epilog=_example("checkpoints smollm2-135m --concurrency 8"))(checkpoints)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)

@@ -161,11 +161,19 @@ def measure(
     Raises:
         ConfigError: nothing answers there, or the server refuses the very first request.
     """
-    return asyncio.run(_Loader(target, prompts, plan, on_record).run())
+    return asyncio.run(Loader(target, prompts, plan, on_record).run())
 
 
-class _Loader:
-    """Sends what a plan asks for."""
+class Loader:
+    """Sends what a plan asks for.
+
+    Args:
+        target: to whom.
+        prompts: taken in turns.
+        plan: what.
+        on_record: told each text.
+        name: begins the ids of requests, by which they could be asked for again; None sends none.
+    """
 
     def __init__(
         self,
@@ -173,8 +181,10 @@ class _Loader:
         prompts: Sequence[BenchPrompt],
         plan: LoadPlan,
         on_record: Callable[[LoadRecord], None],
+        name: str | None = None,
     ) -> None:
         self._target = target
+        self._name = name
         self._prompts = itertools.cycle(prompts)
         self._plan = plan
         self._on_record = on_record
@@ -182,7 +192,7 @@ class _Loader:
 
     async def run(self) -> list[LoadPoint]:
         """All blocks, one after the other."""
-        await self._try()
+        await self.warm_up()
         points = []
         for clients in self._plan.concurrency:
             speeds: dict[bool | None, list[float]] = {mode: [] for mode in self._plan.modes}
@@ -191,7 +201,7 @@ class _Loader:
                 # Each mode comes first every other time.
                 for mode in self._plan.modes[:: 1 if block % 2 == 0 else -1]:
                     begin = perf_counter()
-                    done = await self._block(clients, mode, block)
+                    done = await self.block(clients, mode, block)
                     tokens = sum(record.num_tokens for record in done)
                     speeds[mode].append(tokens / (perf_counter() - begin))
                     records[mode] += done
@@ -200,13 +210,13 @@ class _Loader:
             ]
         return points
 
-    async def _try(self) -> None:
+    async def warm_up(self) -> None:
         """One text, to see that the server gives any and to have it warm."""
         record = await self._one(1, self._plan.modes[0], -1)
         if record.error is not None:
             raise ConfigError(f"the server gave no text: {record.error}")
 
-    async def _block(self, clients: int, mode: bool | None, block: int) -> list[LoadRecord]:
+    async def block(self, clients: int, mode: bool | None, block: int) -> list[LoadRecord]:
         """A block's texts; a client asks for its next one when it has the last."""
         left = iter(range(max(self._plan.num_requests, clients)))
         records: list[LoadRecord] = []
@@ -223,7 +233,8 @@ class _Loader:
         path, body = self._request(mode)
         known: dict[str, Any] = {"concurrency": clients, "speculation": mode, "block": block}
         try:
-            answer = await ask(self._target, "POST", path, body)
+            request_id = None if self._name is None else f"{self._name}-{body['seed']}"
+            answer = await ask(self._target, "POST", path, body, request_id)
             if answer.status != 200:
                 return LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}")
             return LoadRecord(**known, **_times(answer))

@@ -200,6 +200,12 @@ class Generation:
         """Makes tellers that begin at the beginning."""
         self.tellers = [Teller(i, seq) for i, seq in enumerate(self.seqs, start=self.first_index)]
 
+    def put(self, teller: Teller, piece: Piece) -> None:
+        """Passes on what a teller has found."""
+        if teller.seq.prompt_logprobs:
+            self.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
+        self.outbox.put(piece)
+
 
 @dataclass(slots=True, eq=False)
 class Teller:

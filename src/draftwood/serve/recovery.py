@@ -18,7 +18,16 @@ from dataclasses import replace
 
 from draftwood.engine.checkpoint import CheckpointStats, CheckpointWriter, SavedRequest
 from draftwood.errors import ConfigError, DraftwoodError
-from draftwood.serve.asked import begun, body_of, fill, generations_of, kind_of, question_of
+from draftwood.serve.asked import (
+    body_of,
+    fill,
+    generations_of,
+    in_use,
+    kind_of,
+    question_of,
+    ticket_of,
+    unknown,
+)
 from draftwood.serve.chat import reopen_chat
 from draftwood.serve.completions import reopen_completion
 from draftwood.serve.endings import ending_of
@@ -165,12 +174,12 @@ class Recovery:
         question = question_of(kind_of(body), body)
         while (held := self._held.get(key)) is not None:
             if held.question != question:
-                raise self._refused(_in_use(caller.request_id))
+                raise self._refused(in_use(caller.request_id))
             await held.opened.wait()
             if not held.dropped:
                 return await self._reopen(held, body, last_event_id)
         if last_event_id:
-            raise self._refused(_unknown(caller.request_id))
+            raise self._refused(unknown(caller.request_id))
         held = self._held[key] = Held(self, key, question, keeps=caller.chose_id)
         try:
             responder = await start(self._service, body, replace(caller, held=held))
@@ -190,8 +199,8 @@ class Recovery:
         if held is not None:
             await held.opened.wait()
         if held is None or held.dropped:
-            raise self._refused(_unknown(request_id))
-        body = body_of(await self._ticket_of(held))
+            raise self._refused(unknown(request_id))
+        body = body_of(await self._read_ticket(held))
         return await self._reopen(held, body, last_event_id)
 
     def cancel(self, caller: Caller, request_id: str) -> None:
@@ -202,7 +211,7 @@ class Recovery:
         """
         held = self._held.get((caller.owner, request_id))
         if held is None or not held.response_id:
-            raise self._refused(_unknown(request_id))
+            raise self._refused(unknown(request_id))
         if held.reader is not None:
             held.reader.fail(ApiError(409, "the request was deleted", code="request_deleted"))
             held.reader.wake()
@@ -213,21 +222,7 @@ class Recovery:
         answer = responder.answer
         held.response_id, held.created = responder.id, responder.created
         held.generations, held.reader = answer.generations, answer.outbox
-        [first, *_] = held.generations
-        deadline = first.deadline
-        held.ticket = Ticket(
-            owner=caller.owner,
-            request_id=caller.request_id,
-            kind=kind_of(body),
-            body=body.model_dump(mode="json", by_alias=True, exclude_none=True),
-            response_id=held.response_id,
-            created=held.created,
-            client=caller.name,
-            priority=first.priority,
-            deadline_s=None if deadline is None else deadline - time.monotonic() + time.time(),
-            maker=self._writer.maker,
-            prompts=tuple(begun(one) for one in held.generations),
-        )
+        held.ticket = ticket_of(held, body, caller, self._writer.maker)
         self._folder.put(held.ticket, lambda size: self.tell(held.written.set))
         held.opened.set()
         if any(one.error is not None for one in held.generations):
@@ -236,15 +231,11 @@ class Recovery:
             self._finish(held)
 
     async def _reopen(self, held: Held, body: Sampling, last_event_id: str | None) -> Responder:
-        ticket = await self._ticket_of(held)
+        ticket = await self._read_ticket(held)
         have = Position.of(last_event_id, (body.n or 1) * len(ticket.prompts))
         outbox = Outbox(asyncio.get_running_loop(), 0)
-        if ticket.outputs is not None:
-            generations = fill(outbox, ticket)
-        else:
-            self._take_over(held, outbox)
-            generations = held.generations
-        self.counts.num_reconnects += 1
+        runs = ticket.outputs is None
+        generations = held.generations if runs else fill(outbox, ticket)
         answer = Answer(self._service.worker, generations, outbox, held)
         responder: Responder
         if isinstance(body, ChatRequest):
@@ -253,6 +244,14 @@ class Recovery:
             assert isinstance(body, CompletionRequest)
             responder = await reopen_completion(self._service, body, answer)
         responder.skip(have)
+        # Nothing is waited for from here on: a reader that was noted is also seen to leave.
+        if held.dropped:
+            raise self._refused(unknown(held.key[1]))
+        if runs and held.finished:
+            return await self._reopen(held, body, last_event_id)
+        if runs:
+            self._take_over(held, outbox)
+        self.counts.num_reconnects += 1
         return responder
 
     def _take_over(self, held: Held, outbox: Outbox) -> None:
@@ -265,13 +264,13 @@ class Recovery:
         held.reader = outbox
         self._service.worker.attach(held.generations, outbox)
 
-    async def _ticket_of(self, held: Held) -> Ticket:
+    async def _read_ticket(self, held: Held) -> Ticket:
         ticket = held.ticket
         if ticket is None:
             ticket = await asyncio.to_thread(self._folder.read, _name(held))
         if ticket is None:
             self._drop(held)
-            raise self._refused(_unknown(held.key[1]))
+            raise self._refused(unknown(held.key[1]))
         return ticket
 
     def _refused(self, error: ApiError) -> ApiError:
@@ -311,7 +310,10 @@ class Recovery:
 
     def note_end(self, held: Held, whole: Whole, error: Exception | None) -> None:
         """A generation has ended, with all of its text or with an error."""
-        if held.dropped or (isinstance(error, ApiError) and error.code in _SUSPENDED):
+        if held.dropped:
+            return
+        if isinstance(error, ApiError) and error.code in _SUSPENDED:
+            held.keeps = True  # it goes on in another process
             return
         if error is not None:
             # One of an earlier process that does not fit here: a deadline is no such error.
@@ -395,21 +397,3 @@ class Recovery:
 
 def _name(held: Held) -> str:
     return file_name(*held.key)
-
-
-def _in_use(request_id: str) -> ApiError:
-    return ApiError(
-        409,
-        f"X-Request-Id {request_id!r} is another request's: send the same body to get its answer, "
-        "or choose another id",
-        code="request_id_in_use",
-    )
-
-
-def _unknown(request_id: str) -> ApiError:
-    return ApiError(
-        404,
-        f"request {request_id!r} is not known here, or no longer: send it anew, without "
-        "Last-Event-ID",
-        code="request_not_found",
-    )

@@ -20,9 +20,9 @@ from draftwood.engine.observers import Observer
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import DraftwoodError
 from draftwood.llm import LLM
-from draftwood.serve.endings import ending_of
-from draftwood.serve.errors import ApiError
-from draftwood.serve.generation import Generation, Outbox, Piece, Teller
+from draftwood.serve.endings import ending_of, tell_anew
+from draftwood.serve.errors import ApiError, too_late
+from draftwood.serve.generation import Generation, Outbox
 from draftwood.serve.rounds import RoundRecorder
 from draftwood.serve.waiting import WaitingQueue
 
@@ -218,20 +218,8 @@ class Worker:
         self._waiting.push(one)
 
     def _attach(self, generations: Sequence[Generation], outbox: Outbox) -> None:
-        for one in generations:
-            one.outbox = outbox
-            one.listen()
-            for teller in one.tellers:
-                piece = teller.news()
-                if piece is None:
-                    continue
-                if teller.seq.finished and one.error is None:
-                    teller.done = True
-                    piece.ending = ending_of(teller.seq, self._llm.engine)
-                self._put(one, teller, piece)
-            if one.error is not None:
-                outbox.fail(one.error)
-            self._news.add(outbox)
+        tell_anew(generations, outbox, self._llm.engine)
+        self._news.add(outbox)
 
     def _resume(self, one: Generation) -> None:
         """Takes a request up where a checkpoint has it; in what order is the engine's to say."""
@@ -251,10 +239,10 @@ class Worker:
         self._tell(one)  # it may have ended before
 
     def _forget(self, generations: Sequence[Generation]) -> None:
+        assert self._llm.checkpoints is not None
         for one in generations:
             for name in one.names:
-                if self._llm.checkpoints is not None:
-                    self._llm.checkpoints.forget(name)
+                self._llm.checkpoints.forget(name)
             if one.ended:
                 one.seqs, one.tellers = [], []
 
@@ -288,7 +276,7 @@ class Worker:
         now = monotonic()
         for one in [*self._running, *self._waiting.all()]:
             if one.deadline is not None and one.deadline <= now:
-                self._end(one, _too_late())
+                self._end(one, too_late())
 
     def _step(self) -> Exception | None:
         """One round; the exception that it ended in, if it did."""
@@ -312,17 +300,12 @@ class Worker:
                 teller.done = True
                 piece.ending = ending_of(teller.seq, self._llm.engine)
                 self._count(teller.seq)
-            self._put(one, teller, piece)
+            one.put(teller, piece)
             told = True
         if told:
             self._news.add(one.outbox)
         if all(teller.done for teller in one.tellers):
             self._end(one)
-
-    def _put(self, one: Generation, teller: Teller, piece: Piece) -> None:
-        if teller.seq.prompt_logprobs:
-            one.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
-        one.outbox.put(piece)
 
     def _count(self, seq: EngineSequence) -> None:
         metrics = seq.metrics
@@ -418,12 +401,3 @@ class Worker:
 def _wake_all(outboxes: list[Outbox]) -> None:
     for outbox in outboxes:
         outbox.wake()
-
-
-def _too_late() -> ApiError:
-    return ApiError(
-        408,
-        "the request's time is up: raise timeout or ask for fewer tokens",
-        code="timeout",
-        headers={"x-should-retry": "false"},
-    )
