@@ -43,7 +43,7 @@ class Stream:
         )
 
     def _choices(self, index: int) -> list[dict[str, Any]]:
-        choices = [choice for event in self.events for choice in event["choices"]]
+        choices = [choice for event in self.events for choice in event.get("choices", ())]
         return [choice for choice in choices if choice["index"] == index]
 
     def tokens(self, index: int) -> list[str]:
@@ -65,7 +65,7 @@ class Stream:
 
     def reasons(self) -> list[str]:
         """Of the outputs that have ended, as they came."""
-        choices = [choice for event in self.events for choice in event["choices"]]
+        choices = [choice for event in self.events for choice in event.get("choices", ())]
         return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
 
     def send(self, most: int | None = None) -> Stream:

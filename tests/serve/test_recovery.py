@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -15,14 +16,17 @@ from typing import Any
 
 import pytest
 
+from draftwood.cli.app import run
 from draftwood.config import EngineConfig
 from draftwood.engine.observers import Round
 from draftwood.llm import LLM
+from draftwood.sampling import SamplingParams
 from draftwood.serve.access import ApiKeys
 from draftwood.serve.held import RecoveryOptions
 from draftwood.serve.tickets import Ticket, file_name
 from tests.serve.conftest import Live, serving, wait_until
 from tests.serve.streams import Stream
+from tests.tiny import save_tiny
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -137,10 +141,11 @@ def test_the_newest_reader_gets_the_stream(kept: Live) -> None:
     assert second.text().startswith(first.text())
 
 
+@pytest.mark.usefixtures("slow")
 def test_the_same_question_twice_at_once_is_asked_once(kept: Live) -> None:
     replies: list[Any] = []
     before = kept.llm.engine.num_requests
-    ask = partial(kept.ask, "POST", TEXT, LONG | {"max_tokens": 240}, {"x-request-id": "twice"})
+    ask = partial(kept.ask, "POST", TEXT, LONG, {"x-request-id": "twice"})
     threads = [threading.Thread(target=lambda: replies.append(ask())) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -263,7 +268,7 @@ def test_what_nobody_comes_back_for_goes(tiny_folder: Path, tmp_path: Path) -> N
     options = RecoveryOptions(grace_s=0.2, keep_s=0.5)
     with kept_server(tiny_folder, tmp_path, recovery=options) as live:
         slow_down(live)
-        stream(live, LONG | {"max_tokens": 240}, "left").send(1)
+        stream(live, LONG, "left").send(1)
         assert has_ticket(live, "left")
         live.assert_idle()
         assert not has_ticket(live, "left")
@@ -368,3 +373,87 @@ def test_a_disk_that_does_not_work_costs_no_answer(
 
 def _full(descriptor: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def left_behind(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a server leaves that has ended in the middle of a stream."""
+    saved = tmp_path_factory.mktemp("left")
+    with kept_server(tiny_folder, saved, drain_timeout_s=0.0) as live:
+        live.ask("POST", TEXT, LONG | {"max_tokens": 3}, {"x-request-id": "done"})
+        slow_down(live)
+        stream(live, LONG, "half").send(60)
+        assert live.llm.checkpoints is not None
+        assert wait_until(lambda: live.recovery.stats.num_written > 2)
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "words"),
+    [
+        (["--dtype", "bfloat16"], "*", ["another dtype", "float32 there, bfloat16 here"]),
+        ([], "requests/*", ["a model with other weights"]),
+        ([], "checkpoint-*", ["a model with other weights"]),
+    ],
+)
+def test_what_another_model_made_is_refused(
+    left_behind: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    what: str,
+    words: list[str],
+) -> None:
+    """Checkpoints and tickets, each for itself."""
+    saved = tmp_path / "saved"
+    shutil.copytree(left_behind, saved)
+    if "/" in what:
+        for path in saved.glob("*.dwc"):
+            path.unlink()
+    elif what != "*":
+        shutil.rmtree(saved / "requests")
+    model = tiny_folder if options else save_tiny(tmp_path / "other", seed=77)
+    arguments = ["serve", str(model), "--port", "0", "--checkpoint", str(saved), *options]
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    for word in words:
+        assert word in err
+
+
+def test_a_batch_jobs_checkpoint_is_refused(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(str(tiny_folder), checkpoint=tmp_path) as llm:
+        assert llm.checkpoints is not None
+        llm.engine.add([1, 2, 3], SamplingParams(max_tokens=9), "1-abc")
+        llm.checkpoints.save()
+    arguments = ["serve", str(tiny_folder), "--port", "0", "--checkpoint", str(tmp_path)]
+    assert run(arguments) == 2
+    assert "batch job" in capsys.readouterr().err
+
+
+def test_the_checkpoint_before_is_used_where_the_newest_is_torn(
+    left_behind: Path, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = tmp_path / "saved"
+    shutil.copytree(left_behind, saved)
+    *_, newest = sorted(saved.glob("*.dwc"))
+    newest.write_bytes(newest.read_bytes()[:-9])
+    with kept_server(tiny_folder, saved) as live:
+        assert "the one before is used" in caplog.text
+        expected = whole(live, LONG)["choices"][0]["text"]
+        assert live.ask("GET", "/v1/requests/half").json["choices"][0]["text"] == expected
+
+
+def test_wrong_options_are_one_line(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (
+        ("--checkpoint-every", "0"),
+        ("--keep-bytes", "much"),
+        ("--reconnect-grace", "-1"),
+    ):
+        assert run(["serve", str(tiny_folder), option, value]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert option.removeprefix("--") in err
