@@ -17,6 +17,7 @@ import pytest
 from draftwood.config import EngineConfig
 from draftwood.llm import LLM
 from draftwood.serve.access import ApiKeys
+from draftwood.serve.recovery import Recovery
 from draftwood.serve.run import Server, bind, url_of
 from draftwood.serve.start import ServeOptions, make_server
 from draftwood.serve.worker import Worker
@@ -59,6 +60,12 @@ class Live:
     address: tuple[str, int]
     url: str
     codes: list[int] = field(default_factory=list)
+
+    @property
+    def recovery(self) -> Recovery:
+        """Where its requests are kept."""
+        assert self.server.recovery is not None
+        return self.server.recovery
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The official client; close it."""

@@ -12,6 +12,7 @@ from draftwood.bench.compare_cli import compare
 from draftwood.bench.cost_cli import cost
 from draftwood.bench.diff_cli import diff
 from draftwood.bench.grammar_cli import grammar
+from draftwood.bench.kept_cli import checkpoints
 from draftwood.bench.kv_cli import kv
 from draftwood.bench.lossless_cli import lossless
 from draftwood.bench.mlperf_cli import mlperf
@@ -49,6 +50,7 @@ app.command(epilog=_example("lossless smollm2-135m --limit 6 --out texts.jsonl")
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("scale --replicas 100 --requests 10000"))(scale)
+app.command(epilog=_example("checkpoints smollm2-135m --concurrency 8"))(checkpoints)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)
 app.command(epilog=_example("report compare.jsonl cost.jsonl --out report.html"))(report)

@@ -168,11 +168,21 @@ def measure(
     Raises:
         ConfigError: nothing answers there, or the server refuses the very first request.
     """
-    return asyncio.run(_Loader(target, prompts, plan, on_record, plain).run())
+    return asyncio.run(Loader(target, prompts, plan, on_record, plain).run())
 
 
-class _Loader:
-    """Sends what a plan asks for."""
+class Loader:
+    """Sends what a plan asks for.
+
+    Args:
+        target: to whom.
+        prompts: taken in turns.
+        plan: what.
+        on_record: told each text.
+        plain: the same model without speculation, asked where a mode wants that; None for the same
+            server.
+        name: begins the ids of requests, by which they could be asked for again; None sends none.
+    """
 
     def __init__(
         self,
@@ -180,10 +190,12 @@ class _Loader:
         prompts: Sequence[BenchPrompt],
         plan: LoadPlan,
         on_record: Callable[[LoadRecord], None],
-        plain: Target | None,
+        plain: Target | None = None,
+        name: str | None = None,
     ) -> None:
         self._target = target
         self._plain = plain
+        self._name = name
         self._prompts = prompts
         self._plan = plan
         self._on_record = on_record
@@ -191,18 +203,18 @@ class _Loader:
 
     async def run(self) -> Load:
         """All blocks, one after the other."""
-        await self._try()
+        await self.warm_up()
         points, ratios = [], []
         for clients in self._plan.concurrency:
             speeds: dict[bool | None, list[float]] = {mode: [] for mode in self._plan.modes}
             records: dict[bool | None, list[LoadRecord]] = {mode: [] for mode in self._plan.modes}
             for block in range(self._plan.num_blocks):
-                numbers = self._take(clients)
+                numbers = self.take(clients)
                 # Each mode comes first every other time.
                 for turn, mode in enumerate(self._plan.modes[:: 1 if block % 2 == 0 else -1]):
                     if turn and self._plain is None:
-                        numbers = self._take(clients)
-                    speed, done = await self._block(clients, mode, block, numbers)
+                        numbers = self.take(clients)
+                    speed, done = await self.block(clients, mode, block, numbers)
                     speeds[mode].append(speed)
                     records[mode] += done
             points += [
@@ -212,12 +224,12 @@ class _Loader:
                 ratios.append(_ratio(clients, speeds[True], speeds[False]))
         return Load(points, ratios)
 
-    def _take(self, clients: int) -> range:
-        """Numbers of the texts of a block."""
+    def take(self, clients: int) -> range:
+        """Numbers of the texts of the next block."""
         first, self._next = self._next, self._next + max(self._plan.num_requests, 2 * clients)
         return range(first, self._next)
 
-    async def _try(self) -> None:
+    async def warm_up(self) -> None:
         """A text of each mode, to see that there is any and to have all of it warm."""
         for mode in self._plan.modes:
             record = (await self._one(1, mode, -1, self._next)).record
@@ -225,7 +237,7 @@ class _Loader:
             if record.error is not None:
                 raise ConfigError(f"the server gave no text: {record.error}")
 
-    async def _block(
+    async def block(
         self, clients: int, mode: bool | None, block: int, numbers: Sequence[int]
     ) -> tuple[float, list[LoadRecord]]:
         """A block's speed and texts; a client asks for its next one when it has the last."""
@@ -251,7 +263,8 @@ class _Loader:
         path, body = self._request(None if self._plain else mode, number)
         known: dict[str, Any] = {"concurrency": clients, "speculation": mode, "block": block}
         try:
-            answer = await ask(target, "POST", path, body)
+            request_id = None if self._name is None else f"{self._name}-{body['seed']}"
+            answer = await ask(target, "POST", path, body, request_id)
             if answer.status != 200:
                 return _Text(LoadRecord(**known, error=f"HTTP {answer.status}: {_message(answer)}"))
             return _Text(LoadRecord(**known, **_times(answer)), answer.begin)

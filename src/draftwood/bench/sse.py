@@ -74,8 +74,14 @@ class Timed:
         return [(when, json.loads(data)) for when, data in self.events if data != b"[DONE]"]
 
 
-async def ask(target: Target, method: str, path: str, body: Any = None) -> Timed:
+async def ask(
+    target: Target, method: str, path: str, body: Any = None, request_id: str | None = None
+) -> Timed:
     """Sends a request and reads its response to the end.
+
+    Args:
+        target, method, path, body: of the request.
+        request_id: by which it could be asked for again; None for one that the server chooses.
 
     Raises:
         OSError: the connection failed.
@@ -87,7 +93,7 @@ async def ask(target: Target, method: str, path: str, body: Any = None) -> Timed
     )
     try:
         begin = perf_counter()
-        writer.write(_request(target, method, path, body))
+        writer.write(_request(target, method, path, body, request_id))
         await writer.drain()
         status, headers = await _head(reader)
         if headers.get("content-type", "").startswith("text/event-stream"):
@@ -103,7 +109,7 @@ async def ask(target: Target, method: str, path: str, body: Any = None) -> Timed
         writer.close()
 
 
-def _request(target: Target, method: str, path: str, body: Any) -> bytes:
+def _request(target: Target, method: str, path: str, body: Any, request_id: str | None) -> bytes:
     content = b"" if body is None else json.dumps(body).encode()
     host = f"[{target.host}]" if ":" in target.host else target.host
     lines = [
@@ -113,6 +119,7 @@ def _request(target: Target, method: str, path: str, body: Any) -> bytes:
         f"content-length: {len(content)}",
         "connection: close",
         *([f"authorization: Bearer {target.key}"] if target.key else []),
+        *([f"x-request-id: {request_id}"] if request_id else []),
     ]
     return "\r\n".join([*lines, "", ""]).encode() + content
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -297,6 +297,27 @@ def scale_table(points: Sequence[ScalePoint]) -> RenderableType:
             str(point.num_retried),
         )
     return titled("Routing: prompt tokens cached, busiest over mean, waits (medians)", table)
+
+
+def kept_table(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Speeds of a server with checkpoints beside those of one without."""
+    table = Table()
+    columns = ("clients", "off tokens/s", "on tokens/s", "on / off", "95 %", "engine's thread")
+    for column in (*columns, "written", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in summaries:
+        low, high = one["ratio_low"], one["ratio_high"]
+        table.add_row(
+            str(one["concurrency"]),
+            f"{one['off_tokens_per_s']:.1f}",
+            f"{one['on_tokens_per_s']:.1f}",
+            f"{one['ratio']:.3f}",
+            "" if low is None else f"{low:.3f} to {high:.3f}",
+            f"{100 * one['engine_share']:.2f}%",
+            str(one["num_checkpoints"]),
+            str(one["num_failed"]),
+        )
+    return titled("Checkpoints: medians of pairs", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SERVER = "Server"
 _LIMITS = "Limits"
+_CRASHES = "Crashes and lost connections"
 _KEYS = "DRAFTWOOD_API_KEY"
 
 Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)]
@@ -110,6 +111,44 @@ DrainTimeout = Annotated[
         rich_help_panel=_LIMITS,
     ),
 ]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder in which running requests are saved: after a crash the same command goes on "
+        "with them, and clients get the rest.",
+        show_default=False,
+        rich_help_panel=_CRASHES,
+    ),
+]
+CheckpointEvery = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="Seconds between two checkpoints.", rich_help_panel=_CRASHES
+    ),
+]
+ReconnectGrace = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="How long a request runs on without a client, if it has an X-Request-Id.",
+        rich_help_panel=_CRASHES,
+    ),
+]
+KeepAnswers = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        min=0,
+        help="How long its answer is kept.",
+        rich_help_panel=_CRASHES,
+    ),
+]
+KeepBytes = Annotated[
+    str,
+    typer.Option(help="Most bytes of kept answers.", rich_help_panel=_CRASHES),
+]
 
 
 @flat
@@ -129,6 +168,11 @@ def serve(
     max_body: MaxBody = "8M",
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = 30.0,
+    checkpoint: Checkpoint = None,
+    checkpoint_every: CheckpointEvery = 5.0,
+    reconnect_grace: ReconnectGrace = 60.0,
+    keep_answers: KeepAnswers = 600.0,
+    keep_bytes: KeepBytes = "256M",
     *,
     loading: Loading,
 ) -> None:
@@ -138,8 +182,15 @@ def serve(
     lets running requests end.
     """
     need_extra()
-    model_options = loading.of(model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+    model_options = loading.of(
+        model,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+    )
     from draftwood.serve.access import ApiKeys, allowed_hosts, is_loopback
+    from draftwood.serve.held import RecoveryOptions
     from draftwood.serve.logs import set_up_logging
     from draftwood.serve.run import bind, url_of
     from draftwood.serve.start import ServeOptions, make_server
@@ -158,6 +209,11 @@ def serve(
         timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
         tracing=tracing,
+        recovery=RecoveryOptions(
+            grace_s=reconnect_grace,
+            keep_s=keep_answers,
+            keep_bytes=opt.parse_bytes("keep-bytes", keep_bytes),
+        ),
     )
     sock = bind(host, port)
     with sock:

@@ -39,6 +39,11 @@ class ApiKeys:
             return None
         return f"key-{matches.index(True)}"
 
+    def owner(self, holder: str) -> str:
+        """A name for a key, by what `holder` called it, that stays when keys are added or moved."""
+        digest = self._digests[int(holder.removeprefix("key-"))]
+        return hashlib.blake2b(digest, digest_size=16, person=b"draftwood-owner").hexdigest()
+
 
 def _digest(key: str) -> bytes:
     if key.startswith(_PREFIX):

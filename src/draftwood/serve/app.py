@@ -21,15 +21,17 @@ from draftwood.serve.completions import start_completion
 from draftwood.serve.errors import ApiError, as_api_error
 from draftwood.serve.messages import template_messages
 from draftwood.serve.middleware import Gate
+from draftwood.serve.reply import caller_of, respond
+from draftwood.serve.request_routes import request_routes
 from draftwood.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Sampling,
     TokenizeRequest,
 )
 from draftwood.serve.responder import Responder
-from draftwood.serve.service import Caller, Service
-from draftwood.serve.stream import EventStream, unless_gone
+from draftwood.serve.service import Service, Start
 from draftwood.serve.tracing import Traced, Tracing
 
 _ERROR: dict[str, Any] = {
@@ -97,6 +99,8 @@ def make_app(service: Service, settings: AppSettings) -> FastAPI:
     app.state.max_body = settings.max_body
     app.include_router(_api(service))
     app.include_router(_about(service, settings))
+    if service.recovery is not None:
+        app.include_router(request_routes(service.recovery))
     if settings.extend is not None:
         settings.extend(app)
     for kind in (HTTPException, RequestValidationError, DraftwoodError):
@@ -106,8 +110,8 @@ def make_app(service: Service, settings: AppSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id", "last-event-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
     if settings.tracing is not None:
@@ -122,13 +126,13 @@ def _api(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", responses=_STREAMED | _WRONG)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await _respond(request, start_chat(service, body, _caller(request)), body.stream)
+        return await respond(request, _begin(service, start_chat, body, request), body.stream)
 
     @router.post("/v1/completions", responses=_STREAMED | _WRONG)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Goes on from a text."""
-        start = start_completion(service, body, _caller(request))
-        return await _respond(request, start, body.stream)
+        start = _begin(service, start_completion, body, request)
+        return await respond(request, start, body.stream)
 
     @router.post("/tokenize", responses=_GOOD | _WRONG)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -183,29 +187,14 @@ def _about(service: Service, settings: AppSettings) -> APIRouter:
     return router
 
 
-def _caller(request: Request) -> Caller:
-    return Caller(request.state.note.caller, request.state.request_id)
-
-
-async def _respond(
-    request: Request, start: Coroutine[Any, Any, Responder], stream: bool | None
-) -> Response:
-    """The whole answer, or its pieces as they come."""
-    responder = await unless_gone(request.receive, start)
-    request.state.note.facts["id"] = responder.id
-    request.state.note.responder = responder
-    if stream:
-        return EventStream(responder.events(), lambda: _finish(request, responder))
-    try:
-        return JSONResponse(await unless_gone(request.receive, responder.whole()))
-    finally:
-        _finish(request, responder)
-
-
-def _finish(request: Request, responder: Responder) -> None:
-    """Ends what still runs, and notes for the log what there was."""
-    responder.close()
-    request.state.note.facts |= responder.facts()
+def _begin(
+    service: Service, start: Start, body: Sampling, request: Request
+) -> Coroutine[Any, Any, Responder]:
+    caller = caller_of(request)
+    if service.recovery is None:
+        return start(service, body, caller)
+    last = request.headers.get("last-event-id") if body.stream else None
+    return service.recovery.ask(start, body, caller, last)
 
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:

@@ -42,6 +42,11 @@ async def start_chat(service: Service, body: ChatRequest, caller: Caller) -> Cha
     return ChatResponder(service, body, answer, tools)
 
 
+async def reopen_chat(service: Service, body: ChatRequest, answer: Answer) -> ChatResponder:
+    """Who writes the response to a request that is kept."""
+    return ChatResponder(service, body, answer, tool_use(body))
+
+
 @dataclass(slots=True)
 class _Output:
     """What has come of one output so far."""
@@ -68,7 +73,7 @@ class ChatResponder(Responder):
     def __init__(self, service: Service, body: ChatRequest, answer: Answer, tools: ToolUse) -> None:
         super().__init__(service, body, answer)
         self._wants_logprobs = bool(body.logprobs)
-        self._outputs = [_Output(tools.reader()) for _ in range(answer.num_outputs)]
+        self._outputs = [_Output(tools.reader(f"{self.id}:{i}")) for i in range(answer.num_outputs)]
 
     def take(self, piece: Piece) -> None:
         """Keeps a piece for the whole."""

@@ -48,6 +48,17 @@ async def start_completion(
     return CompletionResponder(service, body, answer, prompts)
 
 
+async def reopen_completion(
+    service: Service, body: CompletionRequest, answer: Answer
+) -> CompletionResponder:
+    """Who writes the response to a request that is kept."""
+    prompts = [Prompt(list(one.prompt_ids)) for one in answer.generations]
+    if body.echo:
+        tokenizer = service.llm.tokenizer
+        prompts = await service.off_loop(lambda: read_prompts(body, tokenizer))
+    return CompletionResponder(service, body, answer, prompts)
+
+
 def read_prompts(body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
     """All prompts of a request: a text, texts, ids, or lists of ids.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import RequestMetrics, Sequence
-from draftwood.serve.generation import Ending
+from draftwood.serve.generation import Ending, Generation, Outbox
 
 
 def ending_of(seq: Sequence, engine: Engine) -> Ending:
@@ -25,6 +26,23 @@ def ending_of(seq: Sequence, engine: Engine) -> Ending:
         tokens_per_s=(num_tokens - 1) / seconds if num_tokens > 1 and seconds > 0 else None,
         plain_tokens_per_s=1 / cost.at(len(seq.tokens))(1) if cost else None,
     )
+
+
+def tell_anew(generations: Iterable[Generation], outbox: Outbox, engine: Engine) -> None:
+    """Makes somebody else the reader, and tells all there is; on the engine's thread."""
+    for one in generations:
+        one.outbox = outbox
+        one.listen()
+        for teller in one.tellers:
+            piece = teller.news()
+            if piece is None:
+                continue
+            if teller.seq.finished and one.error is None:
+                teller.done = True
+                piece.ending = ending_of(teller.seq, engine)
+            one.put(teller, piece)
+        if one.error is not None:
+            outbox.fail(one.error)
 
 
 def speculation_of(metrics: RequestMetrics, max_tree_nodes: int) -> dict[str, Any]:

@@ -69,6 +69,16 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
+def too_late() -> ApiError:
+    """A request whose time is up."""
+    return ApiError(
+        408,
+        "the request's time is up: raise timeout or ask for fewer tokens",
+        code="timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """The error of a body that does not fit, from pydantic's list of problems."""
     unknown = [

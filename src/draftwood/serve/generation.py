@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,7 +169,10 @@ class Generation:
         client: whose turn it takes in the queue.
         deadline: on the monotonic clock; None for none.
         wants_rounds: whether its rounds are recorded.
+        on_end: told when it has ended, with the error if that was its end; on the engine's thread.
         seqs: one per output, once the engine's thread has made them. That thread's alone.
+        error: what ended it before its end.
+        num_failures: of the engine, that it went on after.
     """
 
     id: str
@@ -181,9 +184,27 @@ class Generation:
     client: str = ""
     deadline: float | None = None
     wants_rounds: bool = False
+    on_end: Callable[[Generation, Exception | None], None] | None = None
     seqs: list[EngineSequence] = field(default_factory=list)
     tellers: list[Teller] = field(default_factory=list)
     ended: bool = False
+    error: Exception | None = None
+    num_failures: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of its sequences in the engine."""
+        return [self.id, *(f"{self.id}-{i}" for i in range(1, self.params.n))]
+
+    def listen(self) -> None:
+        """Makes tellers that begin at the beginning."""
+        self.tellers = [Teller(i, seq) for i, seq in enumerate(self.seqs, start=self.first_index)]
+
+    def put(self, teller: Teller, piece: Piece) -> None:
+        """Passes on what a teller has found."""
+        if teller.seq.prompt_logprobs:
+            self.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
+        self.outbox.put(piece)
 
 
 @dataclass(slots=True, eq=False)

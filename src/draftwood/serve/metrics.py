@@ -20,6 +20,7 @@ from draftwood.serve.gauges import EngineCollector
 
 try:
     import prometheus_client as prometheus
+    from prometheus_client.registry import Collector
 except ImportError as error:
     raise MissingExtraError("prometheus-client", "server") from error
 
@@ -71,6 +72,10 @@ class Metrics:
         self._last_s.clear()
         if self not in engine.observers:
             engine.observers.append(self)
+
+    def add(self, collector: Collector) -> None:
+        """Shows what another part of the server counts as well."""
+        self._registry.register(collector)
 
     def render(self) -> tuple[bytes, str]:
         """What Prometheus reads, and its content type. From any thread."""

@@ -36,11 +36,14 @@ class Note:
 
     Attributes:
         caller: who sent it.
+        owner, chose_id: see `Caller`.
         facts: for its log line.
         responder: who writes the response, once it is known to be sound.
     """
 
     caller: str = ""
+    owner: str = ""
+    chose_id: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     responder: Responder | None = None
 
@@ -68,7 +71,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         own_id = given if _ID.fullmatch(given) else f"req_{uuid4().hex}"
         request_id.set(own_id)
-        note = Note(caller=(scope.get("client") or ("",))[0])
+        note = Note(caller=(scope.get("client") or ("",))[0], chose_id=own_id == given)
         state = scope.setdefault("state", {})
         state.update(request_id=own_id, note=note)
         if "trace_id" in state:
@@ -113,7 +116,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        note.caller = holder
+        note.caller, note.owner = holder, self._keys.owner(holder)
 
 
 class _Outgoing:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from draftwood.errors import ConfigError
 from draftwood.serve.errors import ApiError
+from draftwood.serve.recovery import Recovery
 from draftwood.serve.worker import Worker
 
 _INTERRUPTED = 130
@@ -62,6 +63,7 @@ class Server:
         sock: where to listen.
         drain_timeout_s: how long running requests may go on after the signal.
         on_ready: called when requests are answered.
+        recovery: goes on with what an earlier process left; None where nothing is kept.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Server:
         *,
         drain_timeout_s: float,
         on_ready: Callable[[], None] = lambda: None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.worker = worker
+        self.recovery = recovery
         self._sock = sock
         self._drain_timeout_s = drain_timeout_s
         self._code = 0
@@ -96,6 +100,8 @@ class Server:
         _raise_file_limit()
         asyncio.run(self._serve())
         self.worker.stop()
+        if self.recovery is not None:
+            self.recovery.close()
         return self._code
 
     def stop(self, code: int) -> None:
@@ -130,6 +136,8 @@ class Server:
                 self._loop.add_signal_handler(number, self.stop, code)
         if self.worker.died:
             self.stop(1)
+        if self.recovery is not None:
+            self.recovery.begin()
         await self._uvicorn.serve(sockets=[self._sock])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from draftwood.llm import LLM
@@ -19,6 +19,12 @@ from draftwood.serve.stream import PING_S
 from draftwood.serve.token_text import TokenTexts
 from draftwood.serve.worker import Worker
 
+if TYPE_CHECKING:
+    from draftwood.serve.held import Held
+    from draftwood.serve.recovery import Recovery
+    from draftwood.serve.responder import Responder
+
+ENGINE_PREFIX = "serve-"  # of ids in the engine, by which a server knows its own in a checkpoint
 _T = TypeVar("_T")
 
 
@@ -29,10 +35,16 @@ class Caller:
     Attributes:
         name: whose turn it takes in the queue: the API key it used, else the address.
         request_id: shown in logs and in the response's headers.
+        owner: who may ask for the answer again; see `ApiKeys.owner`.
+        chose_id: whether it chose the id, and so can come back with it.
+        held: the request as it outlives this connection; None where none does.
     """
 
     name: str
     request_id: str
+    owner: str = ""
+    chose_id: bool = False
+    held: Held | None = None
 
 
 @dataclass(slots=True)
@@ -44,12 +56,14 @@ class Service:
         worker: that thread.
         names: what clients may call the model; the first is what it calls itself.
         timeout_s: the most a request may take, unless it says so itself; None for no limit.
+        recovery: keeps requests for clients that come back; None where nothing is kept.
     """
 
     llm: LLM
     worker: Worker
     names: tuple[str, ...]
     timeout_s: float | None = None
+    recovery: Recovery | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     texts: TokenTexts = field(init=False)
     # One thread: tokenizers are not made to be used by several at once.
@@ -101,7 +115,7 @@ class Service:
         seconds = body.timeout if body.timeout is not None else self.timeout_s
         generations = [
             Generation(
-                id=f"{uuid4().hex}-{place}",
+                id=f"{ENGINE_PREFIX}{uuid4().hex}-{place}",
                 prompt_ids=prompt_ids,
                 params=params,
                 outbox=outbox,
@@ -110,20 +124,26 @@ class Service:
                 client=caller.name,
                 deadline=None if seconds is None else time.monotonic() + seconds,
                 wants_rounds=bool(body.rounds and body.stream),
+                on_end=caller.held.ended if caller.held is not None else None,
             )
             for place, prompt_ids in enumerate(prompts)
         ]
         self.worker.submit(generations)
-        return Answer(self.worker, generations, outbox)
+        return Answer(self.worker, generations, outbox, caller.held)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that is on its way."""
+    """A request that is on its way.
+
+    Attributes:
+        held: what is kept of it when its reader has gone; None for nothing.
+    """
 
     worker: Worker
     generations: list[Generation]
     outbox: Outbox
+    held: Held | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -145,25 +165,38 @@ class Answer:
     async def news(self) -> AsyncGenerator[News]:
         """What is new, until all texts have ended; empty when nothing was for some seconds.
 
-        However it is left, what still runs is cancelled.
+        However it is left, what still runs is cancelled, unless it is kept for somebody who comes
+        back. What is kept is on the disk before anything of it is told.
 
         Raises:
             Exception: what ended the request before its end.
         """
         left = self.num_outputs
         try:
+            if self.held is not None:
+                await self.held.saved()
             while left:
                 news = await self.outbox.take(PING_S)
                 left -= sum(piece.ending is not None for piece in news.pieces)
                 yield news
         finally:
-            self.cancel()
+            if self.held is None:
+                self.cancel()
 
-    def cancel(self) -> None:
-        """Ends what has not ended."""
-        self.worker.cancel(self.generations)
+    def cancel(self, *, complete: bool = False) -> None:
+        """Ends what has not ended, or leaves it to be asked for again.
+
+        Args:
+            complete: whether its reader has all of it.
+        """
+        if self.held is None or not self.held.left(self.outbox, complete=complete):
+            self.worker.cancel(self.generations)
 
 
 def fingerprint(llm: LLM) -> str:
     """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
     return f"fp_{llm.model.spec.kv_identity[:10]}"
+
+
+# Queues a request whose body has been read, and says who writes its response.
+Start = Callable[[Service, Any, Caller], "Coroutine[Any, Any, Responder]"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftwood.llm import LLM
 from draftwood.serve.access import ApiKeys
 from draftwood.serve.app import AppSettings, make_app
+from draftwood.serve.held import RecoveryOptions
 from draftwood.serve.metrics import Metrics
 from draftwood.serve.page import mount_page
+from draftwood.serve.recovery import Recovery
+from draftwood.serve.recovery_gauges import RecoveryCollector
 from draftwood.serve.run import Server
 from draftwood.serve.service import Service
 from draftwood.serve.tracing import Tracing
@@ -28,6 +31,7 @@ class ServeOptions:
         timeout_s: the most a request may take unless it says so itself; None for no limit.
         drain_timeout_s: how long running requests may go on after SIGTERM.
         tracing: makes spans of requests; None for none. Closing it is the caller's.
+        recovery: how long requests are kept, where the model has checkpoints.
     """
 
     names: tuple[str, ...]
@@ -39,6 +43,7 @@ class ServeOptions:
     timeout_s: float | None = None
     drain_timeout_s: float = 30.0
     tracing: Tracing | None = None
+    recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
 
 
 def make_server(
@@ -47,10 +52,17 @@ def make_server(
     sock: socket.socket,
     on_ready: Callable[[], None] = lambda: None,
 ) -> Server:
-    """A server for a loaded model; its engine's thread runs from here on."""
+    """A server for a loaded model; its engine's thread runs from here on.
+
+    Raises:
+        CheckpointError: what its checkpoint keeps is of another model or version.
+    """
     watcher = Metrics(options.names[0])
     worker = Worker(llm, max_queue=options.max_queue, watcher=watcher)
     service = Service(llm, worker, options.names, options.timeout_s)
+    if llm.checkpoints is not None:
+        service.recovery = Recovery(service, options.recovery)
+        watcher.add(RecoveryCollector(options.names[0], service.recovery))
     settings = AppSettings(
         keys=options.keys,
         hosts=options.hosts,
@@ -61,6 +73,13 @@ def make_server(
         tracing=options.tracing,
     )
     app = make_app(service, settings)
-    server = Server(app, worker, sock, drain_timeout_s=options.drain_timeout_s, on_ready=on_ready)
+    server = Server(
+        app,
+        worker,
+        sock,
+        drain_timeout_s=options.drain_timeout_s,
+        on_ready=on_ready,
+        recovery=service.recovery,
+    )
     worker.start(lambda: server.ask_to_stop(1))
     return server

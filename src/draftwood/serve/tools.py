@@ -16,8 +16,8 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
-from uuid import uuid4
 
 from draftwood.serve.errors import ApiError
 from draftwood.serve.requests import ChatRequest, Function, NamedTool, Tool
@@ -61,10 +61,12 @@ class ToolReader:
     Args:
         names: of the tools there are.
         single: take the first call only.
+        seed: of the calls' ids, so that the same text read again has the same ones.
     """
 
-    def __init__(self, names: Collection[str], *, single: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, single: bool = False, seed: str = "") -> None:
         self._names = names
+        self._seed = seed
         self._single = single
         self._held = ""
         self._bare: bool | None = None  # whether all of it may be JSON without tags
@@ -110,7 +112,7 @@ class ToolReader:
         except (ValueError, RecursionError):
             return ()
         items = value if isinstance(value, list) else [value]
-        parsed = [_call(item, self._names) for item in items]
+        parsed = [self._call(item, self.num_calls + i) for i, item in enumerate(items)]
         calls = tuple(call for call in parsed if call is not None)
         if len(calls) < len(items) or not calls:
             return ()
@@ -118,6 +120,19 @@ class ToolReader:
             calls = calls[:1] if self.num_calls == 0 else ()
         self.num_calls += len(calls)
         return calls
+
+    def _call(self, item: Any, number: int) -> Call | None:
+        if not isinstance(item, dict):
+            return None
+        if isinstance(item.get("function"), dict):
+            item = item["function"]
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if item.get("name") not in self._names:
+            return None
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        digest = blake2b(f"{self._seed}:{number}".encode(), digest_size=12).hexdigest()
+        return Call(f"call_{digest}", item["name"], arguments)
 
 
 def _may_be_bare(text: str) -> bool | None:
@@ -138,20 +153,6 @@ def _safe(text: str) -> int:
     return len(text)
 
 
-def _call(item: Any, names: Collection[str]) -> Call | None:
-    if not isinstance(item, dict):
-        return None
-    if isinstance(item.get("function"), dict):
-        item = item["function"]
-    arguments = item.get("arguments", item.get("parameters", {}))
-    if item.get("name") not in names:
-        return None
-    if isinstance(arguments, str):
-        return Call(f"call_{uuid4().hex[:24]}", item["name"], arguments)
-    text = json.dumps(arguments, ensure_ascii=False)
-    return Call(f"call_{uuid4().hex[:24]}", item["name"], text)
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """What a request says about tools.
@@ -168,9 +169,9 @@ class ToolUse:
     structured: dict[str, Any] | None = None
     single: bool = False
 
-    def reader(self) -> ToolReader | None:
-        """A reader for one output; None when its text is just text."""
-        return ToolReader(self.names, single=self.single) if self.names else None
+    def reader(self, seed: str = "") -> ToolReader | None:
+        """A reader for one output; None when its text is just text. `seed`: see `ToolReader`."""
+        return ToolReader(self.names, single=self.single, seed=seed) if self.names else None
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

@@ -22,9 +22,9 @@ from draftwood.engine.observers import Observer
 from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import DraftwoodError
 from draftwood.llm import LLM
-from draftwood.serve.endings import ending_of
-from draftwood.serve.errors import ApiError
-from draftwood.serve.generation import Generation, Outbox, Teller
+from draftwood.serve.endings import ending_of, tell_anew
+from draftwood.serve.errors import ApiError, too_late
+from draftwood.serve.generation import Generation, Outbox
 from draftwood.serve.rounds import RoundRecorder
 from draftwood.serve.waiting import WaitingQueue
 
@@ -123,6 +123,21 @@ class Worker:
             if not one.ended:
                 self._posted.put(lambda one=one: self._drop(one))  # type: ignore[misc]
 
+    def attach(self, generations: Sequence[Generation], outbox: Outbox) -> None:
+        """Tells another reader all there is of a request, and what is to come."""
+        self._posted.put(lambda: self._attach(generations, outbox))
+
+    def resume(self, generations: Sequence[Generation]) -> None:
+        """Goes on with requests of an earlier process, which the checkpoint has."""
+        with self._lock:
+            self._num_open += sum(one.params.n for one in generations)
+        for one in generations:
+            self._posted.put(lambda one=one: self._resume(one))  # type: ignore[misc]
+
+    def forget(self, generations: Sequence[Generation]) -> None:
+        """Lets go of requests that have ended: nobody asks for their answers here any more."""
+        self._posted.put(lambda: self._forget(generations))
+
     def fail_all(self, error: ApiError) -> None:
         """Ends everything that waits or runs."""
         self._posted.put(lambda: self._fail_all(error))
@@ -156,6 +171,8 @@ class Worker:
         except BaseException:
             _log.critical("the engine cannot go on", exc_info=True)
             self.died = self._stopping = True
+            with suppress(Exception):
+                self._suspend(publish=False)
             self._abandon_all(ApiError(500, "the engine cannot go on", code="engine_dead"))
             self._take_posted(wait=False)
             self._wake()
@@ -211,10 +228,39 @@ class Worker:
                 _log.exception("a request could not be made")
             self._end(one, error)
             return
-        one.tellers = [Teller(i, seq) for i, seq in enumerate(one.seqs, start=one.first_index)]
+        one.listen()
         one.outbox.accept()
         self._news.add(one.outbox)
         self._waiting.push(one)
+
+    def _attach(self, generations: Sequence[Generation], outbox: Outbox) -> None:
+        tell_anew(generations, outbox, self._llm.engine)
+        self._news.add(outbox)
+
+    def _resume(self, one: Generation) -> None:
+        """Takes a request up where a checkpoint has it; in what order is the engine's to say."""
+        writer = self._llm.checkpoints
+        if writer is None or one.ended:
+            return
+        try:
+            one.seqs = writer.resume(one.names)
+        except Exception as error:
+            _log.warning("a request of the checkpoint cannot go on: %s", error)
+            self._end(one, error)
+            return
+        one.listen()
+        self._running.append(one)
+        if one.wants_rounds:
+            self._rounds.watch(one)
+        self._tell(one)  # it may have ended before
+
+    def _forget(self, generations: Sequence[Generation]) -> None:
+        assert self._llm.checkpoints is not None
+        for one in generations:
+            for name in one.names:
+                self._llm.checkpoints.forget(name)
+            if one.ended:
+                one.seqs, one.tellers = [], []
 
     def _make(self, one: Generation) -> list[EngineSequence]:
         """The sequences of all outputs; those behind the first share its prompt's KV."""
@@ -261,7 +307,7 @@ class Worker:
         now = monotonic()
         for one in [*self._running, *self._waiting.all()]:
             if one.deadline is not None and one.deadline <= now:
-                self._end(one, _too_late())
+                self._end(one, too_late())
 
     def _step(self) -> Exception | None:
         """One round; the exception that it ended in, if it did."""
@@ -285,9 +331,7 @@ class Worker:
                 teller.done = True
                 piece.ending = ending_of(teller.seq, self._llm.engine)
                 self._count(teller.seq)
-            if teller.seq.prompt_logprobs:
-                one.outbox.prompt_logprobs[piece.index] = teller.seq.prompt_logprobs
-            one.outbox.put(piece)
+            one.put(teller, piece)
             told = True
         if told:
             self._news.add(one.outbox)
@@ -321,7 +365,7 @@ class Worker:
 
     def _close(self, one: Generation, error: Exception | None, reason: str) -> None:
         """Counts what has not come to an end of its own, and leaves word for the reader."""
-        one.ended = True
+        one.ended, one.error = True, error
         for teller in one.tellers:
             if not teller.seq.finished:
                 teller.seq.finish(reason)
@@ -332,11 +376,20 @@ class Worker:
         if error is not None:
             one.outbox.fail(error)
         self._news.add(one.outbox)
+        if one.on_end is not None:
+            one.on_end(one, error)
 
     def _fail_all(self, error: Exception) -> None:
+        self._suspend()
         for one in [*self._running, *self._waiting.all()]:
             self._end(one, error)
         self._wake()
+
+    def _suspend(self, *, publish: bool = True) -> None:
+        """What runs is saved as it is, before it is ended here, to go on in another process."""
+        if self._llm.checkpoints is not None:
+            seqs = [seq for one in self._running for seq in one.seqs]
+            self._llm.checkpoints.suspend(seqs, publish=publish)
 
     def _recover(self, failure: Exception) -> None:
         """Tells all who wait and goes on with a fresh engine on fresh KV memory."""
@@ -379,12 +432,3 @@ class Worker:
 def _wake_all(outboxes: list[Outbox]) -> None:
     for outbox in outboxes:
         outbox.wake()
-
-
-def _too_late() -> ApiError:
-    return ApiError(
-        408,
-        "the request's time is up: raise timeout or ask for fewer tokens",
-        code="timeout",
-        headers={"x-should-retry": "false"},
-    )

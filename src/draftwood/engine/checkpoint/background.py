@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from draftwood.engine.checkpoint.store import Checkpoint, CheckpointStore
 
@@ -21,6 +22,7 @@ class CheckpointStats:
         num_written, num_failed: checkpoints that reached the disk, and that did not.
         num_left_out: requests that had no room in the last one.
         last_bytes: size of the last one.
+        num_bytes, write_s: of all of them; the seconds are the writing thread's.
         engine_s: seconds that the engine's thread spent on copies.
     """
 
@@ -28,6 +30,8 @@ class CheckpointStats:
     num_failed: int = 0
     num_left_out: int = 0
     last_bytes: int = 0
+    num_bytes: int = 0
+    write_s: float = 0.0
     engine_s: float = 0.0
 
 
@@ -38,6 +42,10 @@ class Background:
         store: where to.
         max_bytes: of a checkpoint.
         settle: called before each: lets KV reach the disk first.
+
+    Attributes:
+        keeps_empty: whether one without requests is written; else it removes what is there.
+        stats: what was written so far.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class Background:
         self._max_bytes = max_bytes
         self._settle = settle
         self._next: Checkpoint | None = None
+        self.keeps_empty = False
         self._num_given = self._num_done = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -96,11 +105,12 @@ class Background:
     def _write(self, checkpoint: Checkpoint) -> None:
         stats = self.stats
         try:
-            if not checkpoint.requests:
+            if not checkpoint.requests and not self.keeps_empty:
                 self._store.clear()
                 self.stats = replace(stats, num_left_out=0, last_bytes=0)
                 return
             self._settle()
+            begin = perf_counter()
             data, left_out = checkpoint.encode(self._max_bytes)
             self._store.write(data)
         except Exception as error:  # a full disk must not end a server
@@ -115,4 +125,6 @@ class Background:
             num_written=stats.num_written + 1,
             num_left_out=left_out,
             last_bytes=len(data),
+            num_bytes=stats.num_bytes + len(data),
+            write_s=stats.write_s + perf_counter() - begin,
         )

@@ -60,6 +60,7 @@ class CheckpointWriter:
     Attributes:
         pending: what an earlier process left behind and nobody has resumed, by id. It stays in
             every checkpoint until then.
+        maker, folder: see above.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class CheckpointWriter:
         if not every_s > 0:
             raise ConfigError(f"checkpoint_every_s is {every_s}: it must be above 0")
         self._store = CheckpointStore(folder)
-        self._maker = maker
+        self.maker = maker
+        self.folder = self._store.folder
         self._every_s = every_s
         try:
             self._found = self._store.load()
@@ -185,13 +187,28 @@ class CheckpointWriter:
         self._delivered.pop(request_id, None)
         self._has_news = True
 
-    def suspend(self, seqs: Iterable[Sequence]) -> None:
-        """These are about to be aborted, and shall go on later, here or in another process."""
+    def keep_state(self) -> None:
+        """From now on what the drafter has learned is kept also when no request is left."""
+        self._background.keeps_empty = True
+
+    def expect(self, requests: Iterable[SavedRequest]) -> None:
+        """Makes requests pending that somebody else has kept; what a checkpoint has is newer."""
+        for saved in requests:
+            self.pending[saved.request_id] = self.pending.pop(saved.request_id, saved)
+
+    def suspend(self, seqs: Iterable[Sequence], *, publish: bool = True) -> None:
+        """These are about to be aborted, and shall go on later, here or in another process.
+
+        Args:
+            seqs: the sequences.
+            publish: whether their KV can be trusted.
+        """
         self._meet()
         for seq in seqs:
             name = seq.request_id
             if can_be_saved(seq.params) and name in self._live:
-                self._publish(seq)
+                if publish:
+                    self._publish(seq)
                 saved = self._copy(seq)
                 self.forget(name)
                 self.pending[name] = saved
@@ -292,7 +309,7 @@ class CheckpointWriter:
         drafter = self._engine.drafter
         return self._background.put(
             Checkpoint(
-                self._maker,
+                self.maker,
                 (*self.pending.values(), *live),
                 self._engine.num_requests,
                 drafter.name,
