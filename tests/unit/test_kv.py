@@ -238,7 +238,7 @@ def test_prefix_compares_tokens_not_hashes(monkeypatch: pytest.MonkeyPatch) -> N
         def digest(self) -> bytes:
             return b"same"
 
-    monkeypatch.setattr("draftwood.kv.prefix.blake2b", Same)
+    monkeypatch.setattr("draftwood.kv.chain.blake2b", Same)
     pool = make_pool(4)
     prefix = PrefixIndex(pool)
     lease = Lease.open(pool, prefix)

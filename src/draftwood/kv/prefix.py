@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 from typing import Protocol
 
+from draftwood.kv.chain import chained
 from draftwood.kv.pool import BlockPool
 
 
@@ -146,12 +146,4 @@ class PrefixIndex:
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[tuple[bytes, tuple[int, ...]]]:
         """Chained hash and token ids of each full block of `tokens`."""
-        size = self._pool.block_size
-        key = blake2b(self._salt + b"\0" + salt, digest_size=16).digest()
-        keys = []
-        for start in range(0, len(tokens) - size + 1, size):
-            block_tokens = tuple(tokens[start : start + size])
-            text = b",".join(b"%d" % token for token in block_tokens)
-            key = blake2b(key + text, digest_size=16).digest()
-            keys.append((key, block_tokens))
-        return keys
+        return list(chained(tokens, self._pool.block_size, self._salt, salt))
