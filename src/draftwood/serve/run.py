@@ -8,13 +8,13 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from draftwood.errors import ConfigError
 from draftwood.serve.errors import ApiError
-from draftwood.serve.worker import Worker
 
 _INTERRUPTED = 130
 _BACKLOG = 2048
@@ -53,12 +53,26 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Ended(Protocol):
+    """What generates, as its end sees it: see `Worker`."""
+
+    @property
+    def died(self) -> bool:
+        """Whether it could not go on."""
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends everything that waits or runs."""
+
+    def stop(self) -> None:
+        """Ends everything for good."""
+
+
 class Server:
     """Runs the application until a signal or the engine's death ends it.
 
     Args:
         app: the application.
-        worker: the engine's thread, started already.
+        worker: the engine's thread, or whatever stands for it, started already.
         sock: where to listen.
         drain_timeout_s: how long running requests may go on after the signal.
         on_ready: called when requests are answered.
@@ -67,7 +81,7 @@ class Server:
     def __init__(
         self,
         app: FastAPI,
-        worker: Worker,
+        worker: Ended,
         sock: socket.socket,
         *,
         drain_timeout_s: float,

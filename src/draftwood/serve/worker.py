@@ -230,7 +230,7 @@ class Worker:
         now = monotonic()
         for one in [*self._running, *self._waiting.all()]:
             if one.deadline is not None and one.deadline <= now:
-                self._end(one, _too_late())
+                self._end(one, too_late())
 
     def _step(self) -> Exception | None:
         """One round; the exception that it ended in, if it did."""
@@ -350,7 +350,8 @@ def _wake_all(outboxes: list[Outbox]) -> None:
         outbox.wake()
 
 
-def _too_late() -> ApiError:
+def too_late() -> ApiError:
+    """The error of a request whose time is up."""
     return ApiError(
         408,
         "the request's time is up: raise timeout or ask for fewer tokens",

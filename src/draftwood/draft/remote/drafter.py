@@ -115,9 +115,7 @@ class RemoteDrafter(Drafter):
         self.num_waited += len(hungry) - len(left)
         self.num_missed += len(left)
 
-    def _without(
-        self, pairs: Sequence[tuple[DraftContext, int]]
-    ) -> list[tuple[DraftContext, int]]:
+    def _without(self, pairs: Sequence[tuple[DraftContext, int]]) -> list[tuple[DraftContext, int]]:
         """Those that have no draft."""
         return [pair for pair in pairs if self._aheads[pair[0].request_id].empty]
 
