@@ -1,7 +1,7 @@
 """More than one process: replicas of the target, and draft models beside them, on a Ray cluster.
 
     front (this process)                Ray
-    OpenAI's routes, tokenizer  ----->  replica: an engine in a thread, as in one process (replica.py)
+    OpenAI's routes, tokenizer  ----->  replica: an engine in a thread (replica.py)
     router, retries (fleet.py)          replica ...      <---->  draft actor (draft_actor.py)
 
 Ray Serve starts the replicas, watches them, starts dead ones again and scales them; which of them

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic, sleep
@@ -14,13 +15,20 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-from draftwood import errors
 from draftwood.deploy.ray.cluster import NAMESPACE, Need, ray, serve
 from draftwood.deploy.ray.draft_actor import DraftActor, DraftSettings
 from draftwood.deploy.ray.fleet import ReplicaLostError
 from draftwood.deploy.ray.messages import Addressed, Facts, Job, Message, Status
 from draftwood.deploy.ray.replica import Replica, ReplicaSettings
-from draftwood.errors import CapacityError, ConfigError, DraftwoodError, first_line
+from draftwood.errors import (
+    CapacityError,
+    ConfigError,
+    DraftwoodError,
+    ModelError,
+    PromptError,
+    StoreError,
+    first_line,
+)
 
 _START_S = 600.0  # for weights to be read
 _POLL_S = 0.1
@@ -100,6 +108,7 @@ class Application:
         """
         until = monotonic() + wait_s
         self._start_drafts()
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="ERROR"))
         target = serve.RunTarget(self._deployment(), name=self.name, route_prefix=None)
         [self._handle] = serve.run_many([target], wait_for_applications_running=False)
@@ -109,6 +118,7 @@ class Application:
 
     def close(self) -> None:
         """Ends all of it."""
+        logging.getLogger("ray").setLevel(logging.CRITICAL)  # it complains of what we end
         with suppress(Exception):
             serve.shutdown()
         for actor in self._actors:
@@ -135,11 +145,13 @@ class Application:
 
     async def status(self, name: str) -> Status:
         """How a replica fares; waits while there is none of that name."""
-        return await self._call("status", name)
+        status: Status = await self._call("status", name)
+        return status
 
     async def pid(self, name: str) -> int:
         """Of a replica's process."""
-        return await self._call("pid", name)
+        pid: int = await self._call("pid", name)
+        return pid
 
     async def _call(self, method: str, name: str) -> Any:
         response = getattr(self._handle, method).remote(Addressed(name, only=True))
@@ -237,7 +249,7 @@ def _get(ref: Any, until: float, what: str) -> Any:
 def _raise_problem(facts: Facts) -> None:
     """Raises what went wrong elsewhere as if it had here."""
     if facts.spec is None:
-        kind: Callable[[str], DraftwoodError] = getattr(errors, facts.kind, ConfigError)
-        if kind is errors.MissingExtraError:
-            kind = ConfigError
-        raise kind(facts.problem)
+        kinds: dict[str, type[DraftwoodError]] = {
+            one.__name__: one for one in (PromptError, ModelError, CapacityError, StoreError)
+        }
+        raise kinds.get(facts.kind, ConfigError)(facts.problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -11,7 +12,6 @@ from typing import Any, Self
 from draftwood.errors import CapacityError, ConfigError, MissingExtraError, first_line
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 try:
     import ray
@@ -21,7 +21,6 @@ except ImportError as error:
 
 NAMESPACE = "draftwood"
 _STORE_BYTES = 80 << 20  # messages are small: Ray's least
-_LOCAL_TIMEOUT_S = "30"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Cluster:
         else:
             settings["address"] = self.address
         try:
-            ray.init(logging_level="ERROR", configure_logging=True, **settings)
+            ray.init(logging_level=logging.ERROR, **settings)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             self.close()
             if self.address is None:
@@ -95,6 +94,8 @@ class Cluster:
     def close(self) -> None:
         """Ends Serve's application and the connection; a cluster that was started here ends too."""
         if ray.is_initialized():
+            # What it says of its own processes that we end is of no use to anybody.
+            logging.getLogger("ray").setLevel(logging.CRITICAL)
             ray.shutdown()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

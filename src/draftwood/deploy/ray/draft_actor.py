@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from draftwood.arguments import device_of, dtype_of
 from draftwood.deploy.ray.messages import Facts
@@ -20,7 +19,6 @@ from draftwood.models.memory import available_bytes
 from draftwood.models.sources import resolve
 from draftwood.text import Tokenizer
 
-_log = logging.getLogger("draftwood")
 _BLOCK = 16
 _CONTEXTS = 4  # full contexts of KV that a draft actor has room for, if nobody says otherwise
 _CALL_S = 10.0  # an answer that takes longer does not come
@@ -72,8 +70,6 @@ class DraftActor:
 
     def pause(self, seconds: float) -> None:
         """Does nothing for a while: for tests and drills of what happens then."""
-        import time
-
         time.sleep(seconds)
 
 
@@ -115,7 +111,7 @@ class RayCall:
     def __init__(self, name: str, namespace: str) -> None:
         self._name = name
         self._namespace = namespace
-        self._actor: ActorHandle[Any] | None = None
+        self._actor: Any = None
 
     def __call__(self, ask: Ask) -> Answer:
         """The actor's answer.
@@ -125,7 +121,7 @@ class RayCall:
         """
         if self._actor is None:
             self._actor = ray.get_actor(self._name, namespace=self._namespace)
-        ref = self._actor.answer.remote(ask)
+        ref: Any = self._actor.answer.remote(ask)
         try:
             answer: Answer = ray.get(ref, timeout=_CALL_S)
         except ray.exceptions.GetTimeoutError:

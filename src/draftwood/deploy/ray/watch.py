@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.exposition import escape_label_value
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.deploy.ray.fleet import Fleet
@@ -75,9 +74,7 @@ def merged(texts: Mapping[str, str]) -> str:
             known = families.setdefault(family.name, (family, []))
             for sample in family.samples:
                 labels = {**sample.labels, "engine": name}
-                shown = ",".join(
-                    f'{key}="{escape_label_value(value)}"' for key, value in labels.items()
-                )
+                shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
                 known[1].append(f"{sample.name}{{{shown}}} {sample.value}")
     lines: list[str] = []
     for family, samples in families.values():
@@ -86,3 +83,8 @@ def merged(texts: Mapping[str, str]) -> str:
         lines.append(f"# TYPE {family.name}{total} {family.type}")
         lines += samples
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _escaped(value: str) -> str:
+    """A label's value as it is written."""
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -53,7 +53,7 @@ class Ahead:
 
     def likely_path(self) -> list[int]:
         """Tokens that the next round is likeliest to accept."""
-        node, path = 0, []
+        node, path = 0, list[int]()
         while True:
             children = [i for i, parent in enumerate(self.tree.parents) if parent == node]
             node = max(children, key=lambda i: self.tree.scores[i], default=0)

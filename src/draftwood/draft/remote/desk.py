@@ -59,6 +59,7 @@ class DraftDesk:
     def __init__(self, model: Model, pool: BlockPool, num_tokens: int) -> None:
         self.calibrator = Calibrator()
         self._pool = pool
+        self._chunk = _CHUNK
         self._max_len = model.spec.max_model_len
         self._grower = LevelGrower(model, pool.target)
         self._num_tokens = min(num_tokens, model.spec.vocab_size)
@@ -151,8 +152,10 @@ class DraftDesk:
         if room <= 0 or not self._reserve(text, busy):
             return None
         growth = Growth(text, text.kv, text.tokens, budget, room)
-        if growth.base - text.kv.computed >= _CHUNK:
-            self._grower.read(Growth(text, text.kv, text.tokens[: text.kv.computed + _CHUNK], 0, 1))
+        if growth.base - text.kv.computed >= self._chunk:
+            self._grower.read(
+                Growth(text, text.kv, text.tokens[: text.kv.computed + self._chunk], 0, 1)
+            )
             return None
         return growth
 
