@@ -105,7 +105,7 @@ def test_a_question_says_only_what_is_new() -> None:
     tiny_llm("llama", drafter=RemoteDrafter(link)).run(PROMPTS, GREEDY)
     first, *others = (wish for ask in link.asks for wish in ask.wishes if wish.id == "request-2")
     assert first.start == 0
-    assert first.tokens == tuple(PROMPTS[1])
+    assert first.tokens[: len(PROMPTS[1])] == tuple(PROMPTS[1])
     assert all(wish.start > 0 and len(wish.tokens) <= 20 for wish in others)
     assert max(len(pickle.dumps(ask)) for ask in link.asks) < 2000
     assert link.asks[-1].wishes  # it was asked to the end, with what had ended before

@@ -140,7 +140,9 @@ class Fleet:
         for one in generations:
             # Whatever replica runs it, and however often: the same noise, so the same text.
             one.params = _seeded(one)
-            self._tasks[one] = asyncio.ensure_future(self._drive(one))
+            task = self._tasks[one] = asyncio.ensure_future(self._drive(one))
+            # Not in the task itself: one that is cancelled at once never runs.
+            task.add_done_callback(lambda _, one=one: self._ended(one))  # type: ignore[misc]
 
     def cancel(self, generations: Iterable[Generation]) -> None:
         """Ends generations that nobody waits for."""
@@ -173,11 +175,13 @@ class Fleet:
         except Exception:
             _log.exception("a request failed in the front")
             one.outbox.fail(ApiError(500, "the server failed; its log says why"))
-        finally:
-            one.ended = True
-            self.num_open -= one.params.n
-            self._tasks.pop(one, None)
-            one.outbox.wake()
+
+    def _ended(self, one: Generation) -> None:
+        """Lets go of a prompt, whatever its end was."""
+        one.ended = True
+        self.num_open -= one.params.n
+        self._tasks.pop(one, None)
+        one.outbox.wake()
 
     async def _run(self, one: Generation) -> None:
         """Tries one replica after the other."""
