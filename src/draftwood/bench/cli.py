@@ -19,6 +19,7 @@ from draftwood.bench.kv_cli import kv
 from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.options import Device, Dtype, Model, Out, Quantization, Threads
 from draftwood.bench.peer_cli import peers
+from draftwood.bench.ray_cli import ray
 from draftwood.bench.report_cli import report
 from draftwood.bench.serve_cli import serve
 from draftwood.bench.spec_cli import spec
@@ -208,6 +209,7 @@ def quality(
 app.command(epilog=_example("peers qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b"))(peers)
 app.command(epilog=_example("batch smollm2-135m --concurrency 1,4"))(batch)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
+app.command(epilog=_example("ray smollm2-135m --replicas 1,2"))(ray)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("spec smollm2-135m --data question.jsonl --out spec.jsonl"))(spec)
 app.command(epilog=_example("mlperf smollm2-135m --limit 6 --out mlperf"))(mlperf)

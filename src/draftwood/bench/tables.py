@@ -15,6 +15,7 @@ from draftwood.cache import human_bytes
 if TYPE_CHECKING:
     from draftwood.bench.batch import BatchSummary
     from draftwood.bench.kv import KVPoint
+    from draftwood.bench.ray import LayoutPoint
     from draftwood.bench.serve import LoadPoint
 
 _WIDTH = 118
@@ -235,6 +236,30 @@ def load_table(points: Sequence[LoadPoint]) -> RenderableType:
             str(point.num_failed),
         )
     return titled("Load: medians and 99th percentiles", table)
+
+
+def layout_table(points: Sequence[LayoutPoint]) -> RenderableType:
+    """Speeds of layouts by number of clients, compared with the first layout."""
+    table = Table()
+    table.add_column("clients", justify="right")
+    table.add_column("layout")
+    columns = ("tokens/s", "x first", "first ms", "p99", "chunk ms", "p99", "token ms", "p99")
+    for column in (*columns, "a round", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    first: dict[int, float] = {}
+    for point in points:
+        load = point.load
+        base = first.setdefault(load.concurrency, load.tokens_per_s)
+        table.add_row(
+            str(load.concurrency),
+            point.layout,
+            f"{load.tokens_per_s:.1f}",
+            f"{load.tokens_per_s / base:.2f}" if base else "",
+            *(_milliseconds(value) for value in _waits(load)),
+            "" if load.acceptance_length is None else f"{load.acceptance_length:.2f}",
+            str(load.num_failed),
+        )
+    return titled("Layouts: medians and 99th percentiles", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:

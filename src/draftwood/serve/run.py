@@ -94,6 +94,8 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
+            http="h11",  # always there, and tested; "auto" would take what else is installed
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",

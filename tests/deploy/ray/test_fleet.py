@@ -121,6 +121,7 @@ def test_a_stream_goes_on_when_its_replica_dies(after: int) -> None:
         # Nobody gave a seed: the first try and the second had the same all the same.
         assert actors.jobs[0].params.seed == actors.jobs[1].params.seed is not None
         assert actors.jobs[0].replica != actors.jobs[1].replica
+        await asyncio.sleep(0)
         assert fleet.num_open == 0
         assert fleet.num_retries == 1
         assert all(fleet.router.requests(name) == 0 for name in "ab")
@@ -151,6 +152,7 @@ def test_when_all_replicas_die_the_reader_hears_it() -> None:
             await read(one)
         assert error.value.status_code == 503
         assert len({job.replica for job in actors.jobs}) == 3
+        await asyncio.sleep(0)
         assert fleet.num_open == 0
 
     run(test)

@@ -81,6 +81,7 @@ class Application:
     Attributes:
         facts: what the first replica said of itself.
         settings: of the replicas.
+        actors: handles of the draft actors.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Application:
     ) -> None:
         self.facts = Facts()
         self._layout = layout
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self._names = tuple(f"{layout.name}-draft-{i}" for i in range(layout.draft_actors))
         self._draft = draft
         self.settings = replace(settings, draft_actors=self._names, namespace=NAMESPACE)
@@ -112,7 +113,7 @@ class Application:
         serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="ERROR"))
         target = serve.RunTarget(self._deployment(), name=self.name, route_prefix=None)
         [self._handle] = serve.run_many([target], wait_for_applications_running=False)
-        for actor in self._actors:
+        for actor in self.actors:
             _raise_problem(_get(actor.about.remote(), until, "draft actors"))
         self._wait(until)
 
@@ -121,10 +122,10 @@ class Application:
         logging.getLogger("ray").setLevel(logging.CRITICAL)  # it complains of what we end
         with suppress(Exception):
             serve.shutdown()
-        for actor in self._actors:
+        for actor in self.actors:
             with suppress(Exception):
                 ray.kill(actor)
-        self._actors.clear()
+        self.actors.clear()
 
     # What the fleet needs.
 
@@ -169,7 +170,7 @@ class Application:
         assert self._draft is not None
         options = {"max_restarts": -1, "max_task_retries": 0, **self._layout.draft.options}
         make = ray.remote(DraftActor)
-        self._actors = [
+        self.actors = [
             make.options(name=name, namespace=NAMESPACE, **options).remote(self._draft)
             for name in self._names
         ]

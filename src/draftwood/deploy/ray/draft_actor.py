@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,10 @@ class DraftActor:
     def about(self) -> Facts:
         """What it has loaded, or why it could not."""
         return self._facts
+
+    def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
 
     def answer(self, ask: Ask) -> Answer:
         """Drafts."""
