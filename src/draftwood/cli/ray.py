@@ -154,6 +154,7 @@ def _plan(given: RayOptions, model: ModelOptions, options: ServeOptions) -> Plan
         replica=Need("replica", replicas, cpus, gpus),
         draft=Need("draft actor", drafts, cpus, gpus),
         drain_s=options.drain_timeout_s,
+        name=f"draftwood-{os.getpid()}",  # others may serve on the same cluster
     )
     plain = model.no_speculation
     settings = ReplicaSettings(

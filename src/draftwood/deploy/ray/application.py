@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import warnings
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic, sleep
 from typing import Any
-
-from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
-from ray.serve.schema import LoggingConfig
 
 from draftwood.deploy.ray.cluster import NAMESPACE, Need, ray, serve
 from draftwood.deploy.ray.draft_actor import DraftActor, DraftSettings
@@ -110,7 +107,9 @@ class Application:
         until = monotonic() + wait_s
         self._start_drafts()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="ERROR"))
+        serve.start(
+            proxy_location="Disabled", logging_config=serve.schema.LoggingConfig(log_level="ERROR")
+        )
         target = serve.RunTarget(self._deployment(), name=self.name, route_prefix=None)
         [self._handle] = serve.run_many([target], wait_for_applications_running=False)
         for actor in self.actors:
@@ -119,9 +118,8 @@ class Application:
 
     def close(self) -> None:
         """Ends all of it."""
-        logging.getLogger("ray").setLevel(logging.CRITICAL)  # it complains of what we end
         with suppress(Exception):
-            serve.shutdown()
+            serve.delete(self.name)  # only ours: a cluster's Serve may have others
         for actor in self.actors:
             with suppress(Exception):
                 ray.kill(actor)
@@ -137,7 +135,7 @@ class Application:
             async for message in stream:
                 yield message
             done = True
-        except (ray.exceptions.RayError, RayServeException) as error:
+        except (ray.exceptions.RayError, serve.exceptions.RayServeException) as error:
             done = True
             raise ReplicaLostError(first_line(error)) from error
         finally:
@@ -188,25 +186,27 @@ class Application:
                     "target_ongoing_requests": max(self.settings.config.max_num_seqs / 2, 1),
                     "upscale_delay_s": layout.upscale_s,
                     "downscale_delay_s": layout.downscale_s,
-                    "metrics_interval_s": min(layout.upscale_s, 2.0),
                     "look_back_period_s": max(layout.upscale_s, 1.0),
                 }
             }
-        deployment = serve.deployment(
-            Replica,
-            name=f"{layout.name}-replica",
-            # Beyond its own limit a replica refuses with a reason; Serve would let calls wait.
-            max_ongoing_requests=2 * per_replica,
-            ray_actor_options=layout.replica.options,
-            graceful_shutdown_timeout_s=math.ceil(layout.drain_s),
-            graceful_shutdown_wait_loop_s=0.2,
-            health_check_period_s=2.0,
-            health_check_timeout_s=30.0,
-            request_router_config=RequestRouterConfig(
-                request_router_class="draftwood.deploy.ray.pinned.PinnedRouter"
-            ),
-            **scaling,
-        )
+        with warnings.catch_warnings():
+            # It wants a field set whose use it warns of.
+            warnings.filterwarnings("ignore", ".*metrics_interval_s")
+            deployment = serve.deployment(
+                Replica,
+                name=f"{layout.name}-replica",
+                # Beyond its own limit a replica refuses with a reason; Serve would let calls wait.
+                max_ongoing_requests=2 * per_replica,
+                ray_actor_options=layout.replica.options,
+                graceful_shutdown_timeout_s=math.ceil(layout.drain_s),
+                graceful_shutdown_wait_loop_s=0.2,
+                health_check_period_s=2.0,
+                health_check_timeout_s=30.0,
+                request_router_config=serve.config.RequestRouterConfig(
+                    request_router_class="draftwood.deploy.ray.pinned.PinnedRouter"
+                ),
+                **scaling,
+            )
         return deployment.bind(self.settings)
 
     def _wait(self, until: float) -> None:

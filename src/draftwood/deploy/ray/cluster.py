@@ -6,16 +6,26 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from draftwood.errors import CapacityError, ConfigError, MissingExtraError, first_line
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Seconds between reports of how many requests there are, on which scaling rests.
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
+for _name, _value in _SETTINGS.items():
+    os.environ.setdefault(_name, _value)
 
 try:
-    import ray
-    from ray import serve
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its modules say of each other when they are imported
+        import ray
+        from ray import serve
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
 
@@ -79,7 +89,7 @@ class Cluster:
             settings["address"] = self.address
         try:
             ray.init(logging_level=logging.ERROR, **settings)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # Ray raises that class itself
             self.close()
             if self.address is None:
                 raise CapacityError(f"Ray did not start: {first_line(error)}") from error

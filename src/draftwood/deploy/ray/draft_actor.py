@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from draftwood.arguments import device_of, dtype_of
+from draftwood.deploy.ray.cluster import ray
 from draftwood.deploy.ray.messages import Facts
 from draftwood.draft.remote import Answer, Ask, DraftDesk
 from draftwood.draft.vocabulary import shared_vocabulary
