@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import warnings
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from draftwood.errors import (
 _START_S = 600.0  # for weights to be read
 _POLL_S = 0.1
 _UPSCALE_S, _DOWNSCALE_S = 5.0, 60.0
+_LOOK_BACK_S = 10.5  # Serve wants more than 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,27 +186,24 @@ class Application:
                     "target_ongoing_requests": max(self.settings.config.max_num_seqs / 2, 1),
                     "upscale_delay_s": layout.upscale_s,
                     "downscale_delay_s": layout.downscale_s,
-                    "look_back_period_s": max(layout.upscale_s, 1.0),
+                    "look_back_period_s": max(layout.upscale_s, _LOOK_BACK_S),
                 }
             }
-        with warnings.catch_warnings():
-            # It wants a field set whose use it warns of.
-            warnings.filterwarnings("ignore", ".*metrics_interval_s")
-            deployment = serve.deployment(
-                Replica,
-                name=f"{layout.name}-replica",
-                # Beyond its own limit a replica refuses with a reason; Serve would let calls wait.
-                max_ongoing_requests=2 * per_replica,
-                ray_actor_options=layout.replica.options,
-                graceful_shutdown_timeout_s=math.ceil(layout.drain_s),
-                graceful_shutdown_wait_loop_s=0.2,
-                health_check_period_s=2.0,
-                health_check_timeout_s=30.0,
-                request_router_config=serve.config.RequestRouterConfig(
-                    request_router_class="draftwood.deploy.ray.pinned.PinnedRouter"
-                ),
-                **scaling,
-            )
+        deployment = serve.deployment(
+            Replica,
+            name=f"{layout.name}-replica",
+            # Beyond its own limit a replica refuses with a reason; Serve would let calls wait.
+            max_ongoing_requests=2 * per_replica,
+            ray_actor_options=layout.replica.options,
+            graceful_shutdown_timeout_s=math.ceil(layout.drain_s),
+            graceful_shutdown_wait_loop_s=0.2,
+            health_check_period_s=2.0,
+            health_check_timeout_s=30.0,
+            request_router_config=serve.config.RequestRouterConfig(
+                request_router_class="draftwood.deploy.ray.pinned.PinnedRouter"
+            ),
+            **scaling,
+        )
         return deployment.bind(self.settings)
 
     def _wait(self, until: float) -> None:
