@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import warnings
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
 
 NAMESPACE = "draftwood"
+_KNOCK_S = 5.0
 _STORE_BYTES = 80 << 20  # messages are small: Ray's least
 
 
@@ -86,6 +88,7 @@ class Cluster:
                 "_temp_dir": self._folder,
             }
         else:
+            _knock(self.address)
             settings["address"] = self.address
         try:
             ray.init(logging_level=logging.ERROR, **settings)
@@ -126,6 +129,25 @@ class Cluster:
                     f"{total:g} {label} are needed ({parts}) and {free.get(name, 0.0):g} are free "
                     "in the Ray cluster: ask for fewer replicas or draft actors"
                 )
+
+
+def _knock(address: str) -> None:
+    """Finds out soon what Ray takes two minutes for.
+
+    Raises:
+        ConfigError: nobody listens at an address of the form host:port.
+    """
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdigit() or "/" in host:
+        raise ConfigError(
+            f"ray-address is {address!r}: give host:port of a cluster's head, or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), _KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"ray-address is {address!r}: no Ray cluster answers there") from error
 
 
 __all__ = ["NAMESPACE", "Cluster", "Need", "ray", "serve"]
