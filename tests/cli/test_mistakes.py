@@ -162,3 +162,29 @@ def test_chat_without_a_template_is_one_line(call: Call, tiny: str, tmp_path: Pa
 
 def test_a_conversation_longer_than_the_context_is_one_line(call: Call, tiny: str) -> None:
     call("chat", tiny, stdin="the dog " * 300).assert_mistake("256")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--replicas", "2"], ["replicas is 2", "--ray"]),
+        (["--ray-address", "auto"], ["ray-address is auto", "--ray"]),
+        (["--ray", "--replicas", "0"], ["replicas is 0", "at least 1"]),
+        (["--ray", "--replicas", "3", "--max-replicas", "2"], ["max-replicas is 2", "at least 3"]),
+        (["--ray", "--draft-actors", "-1"], ["draft-actors is -1", "at least 0"]),
+        (["--ray", "--draft-actors", "1"], ["draft-actors is 1", "--draft"]),
+        (["--ray", "--replica-gpus", "0"], ["replica-gpus is 0", "above 0"]),
+        (["--ray", "--device", "cuda:1"], ["device is 'cuda:1'", "Ray chooses"]),
+        (["--ray", "--ray-address", "ray://x:1"], ["ray-address is 'ray://x:1'", "host:port"]),
+        (["--ray", "--ray-address", "127.0.0.1:1"], ["127.0.0.1:1", "no Ray cluster"]),
+    ],
+)
+def test_a_wrong_option_of_ray_is_one_line(
+    call: Call, tiny: str, arguments: list[str], words: list[str]
+) -> None:
+    call("serve", tiny, "--port", "0", *arguments).assert_mistake(*words)
+
+
+def test_a_wrong_drafter_for_draft_actors(call: Call, tiny: str) -> None:
+    options = ["--ray", "--draft", tiny, "--draft-actors", "1", "--drafter", "suffix"]
+    call("serve", tiny, "--port", "0", *options).assert_mistake("'suffix'", "'auto' or 'model'")

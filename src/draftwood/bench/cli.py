@@ -18,6 +18,7 @@ from draftwood.bench.lossless_cli import lossless
 from draftwood.bench.mlperf_cli import mlperf
 from draftwood.bench.peer_cli import peers
 from draftwood.bench.quality_cli import quality
+from draftwood.bench.ray_cli import ray
 from draftwood.bench.report_cli import report
 from draftwood.bench.scale_cli import scale
 from draftwood.bench.serve_cli import serve
@@ -48,6 +49,7 @@ app.command(epilog=_example("beams smollm2-135m --beams 4"))(beams)
 app.command(epilog=_example("grammar smollm2-135m"))(grammar)
 app.command(epilog=_example("lossless smollm2-135m --limit 6 --out texts.jsonl"))(lossless)
 app.command(epilog=_example("kv smollm2-135m --tokens 500"))(kv)
+app.command(epilog=_example("ray smollm2-135m --replicas 1,2"))(ray)
 app.command(epilog=_example("serve smollm2-135m --concurrency 1,8 --out load.jsonl"))(serve)
 app.command(epilog=_example("scale --replicas 100 --requests 10000"))(scale)
 app.command(epilog=_example("checkpoints smollm2-135m --concurrency 8"))(checkpoints)

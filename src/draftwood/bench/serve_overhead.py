@@ -27,6 +27,7 @@ from draftwood.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.serve.run import Server
+    from draftwood.serve.worker import Worker
 
 _PATH = "/v1/completions"
 
@@ -162,7 +163,14 @@ class _Both:
         )
 
     def _in_process(self, text: str) -> _Took:
-        return self.server.worker.call(lambda: self._generate(text)).result()
+        return self._worker.call(lambda: self._generate(text)).result()
+
+    @property
+    def _worker(self) -> Worker:
+        from draftwood.serve.worker import Worker
+
+        assert isinstance(self.server.worker, Worker)
+        return self.server.worker
 
     def _generate(self, text: str) -> _Took:
         """As a program that uses the library: nobody observes the engine."""
@@ -180,7 +188,7 @@ class _Both:
 
     def _over_http(self, text: str) -> _Took:
         """As a client that streams."""
-        self.server.worker.call(self.llm.engine.prefix.clear).result()
+        self._worker.call(self.llm.engine.prefix.clear).result()
         body = {
             "prompt": text,
             "max_tokens": self.max_tokens,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from draftwood.bench.intervals import Estimate
     from draftwood.bench.kv import KVPoint
     from draftwood.bench.lossless import DifferenceRate
+    from draftwood.bench.ray import LayoutPoint
     from draftwood.bench.scale import ScalePoint
     from draftwood.bench.serve import Load, LoadPoint
     from draftwood.bench.serve_overhead import Overhead
@@ -318,6 +319,30 @@ def kept_table(summaries: Sequence[Mapping[str, Any]]) -> RenderableType:
             str(one["num_failed"]),
         )
     return titled("Checkpoints: medians of pairs", table)
+
+
+def layout_table(points: Sequence[LayoutPoint]) -> RenderableType:
+    """Speeds of layouts by number of clients, compared with the first layout."""
+    table = Table()
+    table.add_column("clients", justify="right")
+    table.add_column("layout")
+    columns = ("tokens/s", "x first", "first ms", "p99", "chunk ms", "p99", "token ms", "p99")
+    for column in (*columns, "a round", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    first: dict[int, float] = {}
+    for point in points:
+        load = point.load
+        base = first.setdefault(load.concurrency, load.tokens_per_s)
+        table.add_row(
+            str(load.concurrency),
+            point.layout,
+            f"{load.tokens_per_s:.1f}",
+            f"{load.tokens_per_s / base:.2f}" if base else "",
+            *(_milliseconds(value) for value in _waits(load)),
+            "" if load.acceptance_length is None else f"{load.acceptance_length:.2f}",
+            str(load.num_failed),
+        )
+    return titled("Layouts: medians and 99th percentiles", table)
 
 
 def _waits(point: LoadPoint) -> tuple[float | None, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from draftwood.cli import options as opt
+from draftwood.cli import ray as on_ray
 from draftwood.cli.groups import Loading, flat
 from draftwood.cli.loading import timed_load
 from draftwood.errors import ConfigError, MissingExtraError
@@ -173,6 +174,12 @@ def serve(
     reconnect_grace: ReconnectGrace = 60.0,
     keep_answers: KeepAnswers = 600.0,
     keep_bytes: KeepBytes = "256M",
+    ray: on_ray.Ray = False,
+    replicas: on_ray.Replicas = None,
+    max_replicas: on_ray.MaxReplicas = None,
+    draft_actors: on_ray.DraftActors = None,
+    ray_address: on_ray.RayAddress = None,
+    replica_gpus: on_ray.ReplicaGPUs = None,
     *,
     loading: Loading,
 ) -> None:
@@ -189,6 +196,15 @@ def serve(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
     )
+    ray_options = on_ray.RayOptions(
+        ray=ray,
+        replicas=replicas,
+        max_replicas=max_replicas,
+        draft_actors=draft_actors,
+        ray_address=ray_address,
+        replica_gpus=replica_gpus,
+    )
+    ray_options.check(model_options)
     from draftwood.serve.access import ApiKeys, allowed_hosts, is_loopback
     from draftwood.serve.held import RecoveryOptions
     from draftwood.serve.logs import set_up_logging
@@ -217,7 +233,7 @@ def serve(
     )
     sock = bind(host, port)
     with sock:
-        llm, _ = timed_load(model_options)
+        llm = None if ray else timed_load(model_options)[0]
         set_up_logging(log_format)
         if not is_loopback(host) and not options.keys:
             print(f"warning: {host} can be reached without an API key", file=sys.stderr)
@@ -225,9 +241,12 @@ def serve(
         def ready() -> None:
             print(f"serving {options.names[0]} at {url_of(sock)}", flush=True)
 
-        server = make_server(llm, options, sock, ready)
-        with llm:
-            code = server.run()
+        if llm is None:
+            code = on_ray.run_on_ray(ray_options, model_options, options, sock, ready)
+        else:
+            server = make_server(llm, options, sock, ready)
+            with llm:
+                code = server.run()
         if tracing is not None:
             tracing.close()
     raise typer.Exit(code)

@@ -41,7 +41,7 @@ _NEARLY_ALL = 0.95
 
 
 @dataclass(slots=True)
-class _OwnKV:
+class OwnKV:
     """A lease in the draft model's own pool."""
 
     lease: Lease
@@ -71,7 +71,7 @@ class _State:
     """What is known of one sequence."""
 
     mirror: Mirror
-    kv: _OwnKV
+    kv: OwnKV
     growth: Growth | None = field(default=None)
 
 
@@ -153,7 +153,7 @@ class ForeignDrafter(Drafter):
     def _open(self, seq: DraftContext, budget: int) -> Growth | None:
         """A tree to grow, its KV reserved; None where there is no room for it."""
         if seq.request_id not in self._states:
-            kv = _OwnKV(Lease(self.pool, self.prefix))
+            kv = OwnKV(Lease(self.pool, self.prefix))
             self._states[seq.request_id] = _State(Mirror(self._bridge), kv)
         state = self._states[seq.request_id]
         state.kv.crop(state.mirror.update(seq.tokens))

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from draftwood.engine.checkpoint import CheckpointStats, CheckpointWriter, SavedRequest
 from draftwood.errors import ConfigError, DraftwoodError
+from draftwood.llm import LLM
 from draftwood.serve.asked import (
     body_of,
     fill,
@@ -39,6 +40,7 @@ from draftwood.serve.requests import ChatRequest, CompletionRequest, Sampling
 from draftwood.serve.responder import Responder
 from draftwood.serve.service import ENGINE_PREFIX, Answer, Caller, Service, Start
 from draftwood.serve.tickets import Ticket, TicketFolder, file_name
+from draftwood.serve.worker import Worker
 
 _log = logging.getLogger("draftwood.serve")
 _SWEEP_S = 0.25
@@ -50,7 +52,9 @@ class Recovery:
     """Keeps requests, and finds them again.
 
     Args:
-        service: what requests are asked of; it has a checkpoint writer.
+        service: what requests are asked of.
+        llm: the model; it has a checkpoint writer.
+        worker: its engine's thread.
         options: how long.
 
     Raises:
@@ -58,10 +62,14 @@ class Recovery:
         ConfigError: the folder cannot be used, or holds what is no server's.
     """
 
-    def __init__(self, service: Service, options: RecoveryOptions) -> None:
-        writer = service.llm.checkpoints
+    def __init__(
+        self, service: Service, llm: LLM, worker: Worker, options: RecoveryOptions
+    ) -> None:
+        writer = llm.checkpoints
         assert writer is not None, "recovery needs checkpoints"
         self._service = service
+        self._llm = llm
+        self._worker = worker
         self._writer: CheckpointWriter = writer
         self._options = options
         self._folder = TicketFolder(writer.folder / "requests")
@@ -140,7 +148,7 @@ class Recovery:
                 held.generations = generations_of(held, held.ticket)
                 held.left_s = now
                 self._folder.put(held.ticket, lambda size: None)
-                self._service.worker.resume(held.generations)
+                self._worker.resume(held.generations)
                 self.counts.num_resumed += 1
         if self.counts.num_resumed:
             _log.info("%d requests go on from the checkpoint", self.counts.num_resumed)
@@ -262,7 +270,7 @@ class Recovery:
             )
             held.reader.wake()
         held.reader = outbox
-        self._service.worker.attach(held.generations, outbox)
+        self._worker.attach(held.generations, outbox)
 
     async def _read_ticket(self, held: Held) -> Ticket:
         ticket = held.ticket
@@ -296,7 +304,7 @@ class Recovery:
         whole = Whole()
         for index, seq in enumerate(one.seqs, start=one.first_index):
             piece = Teller(index, seq).news() or Piece(index)
-            piece.ending = ending_of(seq, self._service.llm.engine)
+            piece.ending = ending_of(seq, self._llm.engine)
             whole.pieces[index] = piece
             if seq.prompt_logprobs:
                 whole.prompt_logprobs[index] = seq.prompt_logprobs
@@ -348,7 +356,7 @@ class Recovery:
             return
         # Where it could not be written, memory holds several times its text.
         held.num_bytes = size or sum(64 * len(one.text) for one in held.whole.pieces.values()) + 1
-        self._service.worker.forget(held.generations)
+        self._worker.forget(held.generations)
         held.generations = []
         if size:
             held.ticket, held.whole = None, Whole()
@@ -363,8 +371,8 @@ class Recovery:
             del self._held[held.key]
         if held.response_id:
             self._folder.remove(_name(held))
-            self._service.worker.cancel(held.generations)
-            self._service.worker.forget(held.generations)
+            self._worker.cancel(held.generations)
+            self._worker.forget(held.generations)
 
     def _sweep(self) -> None:
         """Lets go of what nobody came back for, again and again."""

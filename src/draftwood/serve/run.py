@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,7 +16,6 @@ from fastapi import FastAPI
 from draftwood.errors import ConfigError
 from draftwood.serve.errors import ApiError
 from draftwood.serve.recovery import Recovery
-from draftwood.serve.worker import Worker
 
 _INTERRUPTED = 130
 _BACKLOG = 2048
@@ -54,12 +54,26 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Ended(Protocol):
+    """What generates, as its end sees it: see `Worker`."""
+
+    @property
+    def died(self) -> bool:
+        """Whether it could not go on."""
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends everything that waits or runs."""
+
+    def stop(self) -> None:
+        """Ends everything for good."""
+
+
 class Server:
     """Runs the application until a signal or the engine's death ends it.
 
     Args:
         app: the application.
-        worker: the engine's thread, started already.
+        worker: the engine's thread, or whatever stands for it, started already.
         sock: where to listen.
         drain_timeout_s: how long running requests may go on after the signal.
         on_ready: called when requests are answered.
@@ -69,7 +83,7 @@ class Server:
     def __init__(
         self,
         app: FastAPI,
-        worker: Worker,
+        worker: Ended,
         sock: socket.socket,
         *,
         drain_timeout_s: float,
@@ -84,6 +98,8 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
+            http="h11",  # always there, and tested; "auto" would take what else is installed
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",

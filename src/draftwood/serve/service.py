@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
-from draftwood.llm import LLM
+from draftwood.models.base import ModelSpec
 from draftwood.sampling import SamplingParams
 from draftwood.serve.errors import ApiError
 from draftwood.serve.generation import Generation, News, Outbox
 from draftwood.serve.requests import Sampling
 from draftwood.serve.stream import PING_S
 from draftwood.serve.token_text import TokenTexts
-from draftwood.serve.worker import Worker
+from draftwood.text import Tokenizer
 
 if TYPE_CHECKING:
     from draftwood.serve.held import Held
@@ -26,6 +26,40 @@ if TYPE_CHECKING:
 
 ENGINE_PREFIX = "serve-"  # of ids in the engine, by which a server knows its own in a checkpoint
 _T = TypeVar("_T")
+
+
+class Specified(Protocol):
+    """A model, of which only the facts are wanted."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts about it."""
+
+
+class Served(Protocol):
+    """What the endpoints need of an `LLM`; the engine itself may be in another process."""
+
+    @property
+    def model(self) -> Specified:
+        """The target."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the target."""
+
+
+class Backend(Protocol):
+    """What generates: the engine's thread (`Worker`), or many of them elsewhere."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Takes all of a request's prompts, or none; see `Worker.submit`."""
+
+    def cancel(self, generations: Iterable[Generation]) -> None:
+        """Ends generations that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +93,8 @@ class Service:
         recovery: keeps requests for clients that come back; None where nothing is kept.
     """
 
-    llm: LLM
-    worker: Worker
+    llm: Served
+    worker: Backend
     names: tuple[str, ...]
     timeout_s: float | None = None
     recovery: Recovery | None = None
@@ -140,7 +174,7 @@ class Answer:
         held: what is kept of it when its reader has gone; None for nothing.
     """
 
-    worker: Worker
+    worker: Backend
     generations: list[Generation]
     outbox: Outbox
     held: Held | None = None
@@ -193,7 +227,7 @@ class Answer:
             self.worker.cancel(self.generations)
 
 
-def fingerprint(llm: LLM) -> str:
+def fingerprint(llm: Served) -> str:
     """OpenAI's `system_fingerprint`: changes when the same seed may give another text."""
     return f"fp_{llm.model.spec.kv_identity[:10]}"
 

@@ -61,7 +61,7 @@ def make_server(
     worker = Worker(llm, max_queue=options.max_queue, watcher=watcher)
     service = Service(llm, worker, options.names, options.timeout_s)
     if llm.checkpoints is not None:
-        service.recovery = Recovery(service, options.recovery)
+        service.recovery = Recovery(service, llm, worker, options.recovery)
         watcher.add(RecoveryCollector(options.names[0], service.recovery))
     settings = AppSettings(
         keys=options.keys,
