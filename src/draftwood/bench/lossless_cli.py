@@ -86,7 +86,8 @@ def lossless(
             model, draft=draft, dtype=dtype, device=device, quantization=quantization, config=config
         )
         facts = {
-            "params": [asdict(params) for params in settings],
+            "params": asdict(settings[0]),
+            "temperatures": [params.temperature for params in settings],
             "prompts": {
                 "source": ", ".join(path.name for path in data) if data else "packaged",
                 "count": len(prompts),
