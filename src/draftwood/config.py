@@ -28,6 +28,8 @@ class EngineConfig:
         kv_namespace: begins every key in Redis.
         kv_ttl_s: seconds that unused KV stays on disk and in Redis; None for no limit.
         kv_timeout_s: the most that disk or Redis may let a request wait for its next answer.
+        kv_compression: of blocks on disk and in Redis: "none", "zstd" (the same bits), or, with
+            loss, "fp16" or "int8": what was restored from these may change a text.
         past_answers: drafters learn from answers of earlier requests; off where the same prompts
             are measured again and again.
         adaptive: choose tree sizes by measured cost; False verifies all that is proposed.
@@ -45,6 +47,7 @@ class EngineConfig:
     kv_namespace: str = "draftwood"
     kv_ttl_s: float | None = None
     kv_timeout_s: float = 0.25
+    kv_compression: str = "none"
     past_answers: bool = True
     adaptive: bool = True
     debug_kv: bool = False

@@ -32,7 +32,7 @@ from draftwood.engine.sequence import Sequence as EngineSequence
 from draftwood.errors import ConfigError
 from draftwood.grammars import GrammarCompiler
 from draftwood.kv import BlockPool, KVSpec
-from draftwood.kv.tiers import KVTiers, Labels, make_tiers
+from draftwood.kv.tiers import KVTiers, Labels, check_compression, make_tiers
 from draftwood.models.base import Model
 from draftwood.models.load import Placement, load_model
 from draftwood.models.memory import available_bytes
@@ -63,8 +63,8 @@ class LLM:
         draft_quantization: the same for the draft model; None takes 4 bits on a CPU,
             or 8 for models below 300 M parameters.
         max_model_len: cap on the sequence length.
-        kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_ttl_s: where KV is kept and for how long;
-            see `EngineConfig`, whose values they replace.
+        kv_memory, kv_disk, kv_disk_bytes, kv_redis, kv_compression, kv_ttl_s: where KV is kept, in
+            which form and for how long; see `EngineConfig`, whose values they replace.
         checkpoint: folder in which running requests are saved, for `resume` in a later process;
             their KV goes to `kv_disk`, by default a folder in it.
         checkpoint_every_s: seconds between two checkpoints.
@@ -105,6 +105,7 @@ class LLM:
         kv_disk: str | os.PathLike[str] | None = None,
         kv_disk_bytes: int | None = None,
         kv_redis: str | None = None,
+        kv_compression: str | None = None,
         kv_ttl_s: float | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every_s: float = 5.0,
@@ -122,6 +123,7 @@ class LLM:
             kv_disk=None if kv_disk is None else os.fspath(kv_disk),
             kv_disk_bytes=kv_disk_bytes,
             kv_redis=kv_redis,
+            kv_compression=kv_compression,
             kv_ttl_s=kv_ttl_s,
         )
         if checkpoint is not None and self.config.kv_disk is None:
@@ -383,7 +385,11 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _make_tiers(self) -> KVTiers | None:
-        labels = Labels(self.model.spec.name, self._draft_identity)
+        labels = Labels(
+            self.model.spec.name,
+            self._draft_identity,
+            check_compression(self.config.kv_compression),
+        )
         return make_tiers(self.config, self.pool, labels)
 
     @property

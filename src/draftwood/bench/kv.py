@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, sleep
@@ -40,7 +41,7 @@ class KVPoint:
     """One line of the result.
 
     Attributes:
-        tier: "cold", "ram", "disk" or "redis".
+        tier: "cold", "ram", "disk" or "redis", the latter two with the compression behind it.
         num_tokens: of the prompt.
         num_cached_tokens: of them that were not computed.
         ttft_s, min_s: seconds to the first token, median and least.
@@ -108,6 +109,7 @@ class KVBench:
         self._on_point = on_point
         self._cold: KVPoint | None = None
         self._token = -1
+        self._compression = "none"
 
     def memory(self) -> list[KVPoint]:
         """Cold, then from RAM."""
@@ -125,8 +127,20 @@ class KVBench:
         engine.close()
         return points
 
-    def store(self, store: BlockStore, before: Callable[[], None] = lambda: None) -> KVPoint:
-        """From a store, which is filled first; `before` runs before each read of it."""
+    def store(
+        self,
+        store: BlockStore,
+        compression: str = "none",
+        before: Callable[[], None] = lambda: None,
+    ) -> KVPoint:
+        """From a store, which is filled first.
+
+        Args:
+            store: where to.
+            compression: how blocks are written into it.
+            before: runs before each read of it.
+        """
+        self._compression = compression
         keys = self._fill(store)
         num_bytes, floors, firsts = 0, [], []
         neighbours = Neighbours()
@@ -138,7 +152,8 @@ class KVBench:
             begin = perf_counter()
             num_bytes = sum(len(record) for record in _read(store, keys))
             floors.append(perf_counter() - begin)
-        return self._point(store.name, firsts, num_bytes, min(floors), neighbours)
+        name = store.name if compression == "none" else f"{store.name} {compression}"
+        return self._point(name, firsts, num_bytes, min(floors), neighbours)
 
     def _fill(self, store: BlockStore) -> list[bytes]:
         """Writes the prefix; returns its keys. Raises StoreError if not all of it is there."""
@@ -170,14 +185,14 @@ class KVBench:
             [store],
             target=pool.target.spec,
             block_size=pool.block_size,
-            labels=Labels(self._llm.model.spec.name),
+            labels=Labels(self._llm.model.spec.name, compression=self._compression),
             timeout_s=_TIMEOUT_S,
             queue_bytes=_QUEUE_BYTES,
         )
 
     def _engine(self, tiers: KVTiers | None) -> Engine:
         llm = self._llm
-        config = replace(llm.config, max_tree_nodes=0)
+        config = replace(llm.config, max_tree_nodes=0, kv_compression=self._compression)
         return Engine(llm.model, llm.tokenizer, NoDrafter(), llm.pool, config, tiers)
 
     def _first(self, engine: Engine) -> _First:
@@ -232,6 +247,7 @@ def measure(
     repeats: int,
     on_point: Callable[[KVPoint], None],
     *,
+    compressions: Sequence[str] = ("none",),
     disk: Path | None = None,
     redis: str | None = None,
 ) -> tuple[list[KVPoint], list[str]]:
@@ -242,6 +258,7 @@ def measure(
         num_tokens: of the prefix.
         repeats: of each measurement.
         on_point: told each result as soon as it is there.
+        compressions: of the stores, each by itself.
         disk: folder for the files; None takes a temporary one.
         redis: URL of a server; None starts one, where redis-server is installed.
 
@@ -254,15 +271,18 @@ def measure(
     """
     bench = KVBench(llm, num_tokens, repeats, on_point)
     points, missing = bench.memory(), []
-    with tempfile.TemporaryDirectory(prefix="draftwood-", dir=disk) as folder:
-        points.append(bench.store(DiskStore(folder), lambda: _drop_cached(Path(folder))))
+    for how in compressions:
+        with tempfile.TemporaryDirectory(prefix="draftwood-", dir=disk) as folder:
+            store: BlockStore = DiskStore(folder)
+            points.append(bench.store(store, how, partial(_drop_cached, Path(folder))))
     with redis_url(redis) as url:
         if url is None:
             missing.append(f"redis: give --redis URL, or install {_SERVER}")
         else:
             store = RedisStore(url, namespace="draftwood-bench", timeout_s=_TIMEOUT_S)
-            points.append(bench.store(store))
-            store.clear()
+            for how in compressions:
+                points.append(bench.store(store, how))
+                store.clear()
             store.close()
     return points, missing
 

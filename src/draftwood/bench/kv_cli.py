@@ -36,6 +36,9 @@ def kv(
             help="URL of a Redis server.", show_default="start redis-server, if installed"
         ),
     ] = None,
+    compressions: Annotated[
+        str, typer.Option(help="Of the stores, comma-separated: none, zstd, fp16, int8.")
+    ] = "none",
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
@@ -51,9 +54,11 @@ def kv(
     from draftwood.bench.fingerprint import head_line
     from draftwood.bench.records import open_writer
     from draftwood.bench.tables import console, kv_table
+    from draftwood.kv.tiers import check_compression
 
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"disk is {str(disk)!r}, which is no folder: name one that is there")
+    forms = [check_compression(name.strip()) for name in compressions.split(",")]
     use_threads(threads)
     with open_writer(out) as writer:
         llm = load_llm(model, dtype=dtype, device=device, quantization=quantization)
@@ -63,6 +68,7 @@ def kv(
             tokens,
             repeats,
             lambda point: writer.write(point.to_json()),
+            compressions=forms,
             disk=disk,
             redis=redis,
         )

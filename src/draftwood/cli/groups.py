@@ -80,6 +80,7 @@ class Loading:
     kv_memory: opt.KVMemory = None
     kv_disk: opt.KVDisk = None
     kv_redis: opt.KVRedis = None
+    kv_compression: opt.KVCompression = "none"
 
     def of(self, model: str, **more: Any) -> opt.ModelOptions:
         """With the model's name and what else a command has.

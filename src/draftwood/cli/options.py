@@ -130,6 +130,14 @@ KVRedis = Annotated[
         rich_help_panel=_KV,
     ),
 ]
+KVCompression = Annotated[
+    Literal["none", "zstd", "fp16", "int8"],
+    typer.Option(
+        help="Of KV on disk and in Redis. zstd gives the same bits back. fp16 and int8 are lossy: "
+        "what is restored from them may change a text.",
+        rich_help_panel=_KV,
+    ),
+]
 KVNamespace = Annotated[
     str,
     typer.Option(metavar="NAME", help="Begins every key in Redis.", rich_help_panel=_KV),
@@ -316,6 +324,7 @@ class ModelOptions:
     kv_memory: str | None = None
     kv_disk: str | None = None
     kv_redis: str | None = None
+    kv_compression: str = "none"
     max_num_seqs: int = 16
     max_batch_tokens: int = 512
     checkpoint: Path | None = None
@@ -333,6 +342,7 @@ class ModelOptions:
             kv_memory=memory,
             kv_disk=self.kv_disk,
             kv_redis=self.kv_redis,
+            kv_compression=self.kv_compression,
             max_tree_nodes=self.tree_nodes,
             max_num_seqs=self.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,

@@ -29,7 +29,7 @@ from draftwood.engine.sequence import Sequence
 from draftwood.errors import ConfigError
 from draftwood.kernels.ops import argmax
 from draftwood.kv import BlockPool, PrefixIndex
-from draftwood.kv.tiers import KVTiers, TieredPrefix
+from draftwood.kv.tiers import LOSSY, KVTiers, TieredPrefix
 from draftwood.models.base import Model
 from draftwood.sampling import SamplingParams, TokenLogprobs, choose, token_logprobs, walk
 from draftwood.sampling.grammar import Compiler
@@ -72,7 +72,7 @@ class Engine:
         self.config = config
         self.tiers = tiers
         self.observers: list[Observer] = []
-        self.prefix = PrefixIndex(pool, f"{model.spec.kv_identity}:{pool.block_size}".encode())
+        self.prefix = PrefixIndex(pool, _identity(model, pool, config).encode())
         behind = TieredPrefix(self.prefix, pool, tiers) if tiers else None
         speculative = config.max_tree_nodes > 0 and not isinstance(drafter, NoDrafter)
         cost = cost_model(model, pool) if speculative and config.adaptive else None
@@ -351,6 +351,12 @@ def _guide(seq: Sequence, tree: TokenTree, budget: int) -> TokenTree:
     """A draft as the request's grammar wants it, if it has one."""
     grammar = seq.rules.grammar
     return grammar.guide(tree, seq.output_ids, budget) if grammar and budget else tree
+
+
+def _identity(model: Model, pool: BlockPool, config: EngineConfig) -> str:
+    """Everything besides tokens that changes KV. What a lossy store gives back is another KV."""
+    lossy = f":{config.kv_compression}" if config.kv_compression in LOSSY else ""
+    return f"{model.spec.kv_identity}:{pool.block_size}{lossy}"
 
 
 def _mean_context(seqs: Seq[Sequence]) -> float:

@@ -1,5 +1,6 @@
 """KV that outlives the process: blocks on disk and in Redis, behind the index in RAM."""
 
+from draftwood.kv.tiers.compression import COMPRESSIONS, LOSSY, check_compression
 from draftwood.kv.tiers.disk import DiskStore
 from draftwood.kv.tiers.fetch import Fetch
 from draftwood.kv.tiers.memory import MemoryStore
@@ -11,6 +12,8 @@ from draftwood.kv.tiers.tier import TierCounters
 from draftwood.kv.tiers.tiers import KVTiers, TieredPrefix
 
 __all__ = [
+    "COMPRESSIONS",
+    "LOSSY",
     "BlockStore",
     "DiskStore",
     "Fetch",
@@ -23,6 +26,7 @@ __all__ = [
     "TierCounters",
     "TieredPrefix",
     "VerifyReport",
+    "check_compression",
     "make_stores",
     "make_tiers",
 ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import monotonic
 
 from draftwood.errors import StoreError
-from draftwood.kv.tiers.record import Block, Labels, RecordError, decode, matches
+from draftwood.kv.tiers.record import Block, Labels, RecordError, UnreadableError, decode, matches
 from draftwood.kv.tiers.tier import Tier
 
 _PIECE_BYTES = 8 << 20
+_log = logging.getLogger("draftwood")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class _Read:
     record: bytes
     num_bytes: int
     has_draft: bool
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    _log.warning("stored KV is not used: %s", reason)
 
 
 class Fetch:
@@ -187,6 +195,9 @@ class Fetch:
         key = self.keys[index]
         try:
             block = self._plan.accept(*decode(key, record))
+        except UnreadableError as error:
+            _warn_once(str(error))
+            return None
         except RecordError:
             tier.count(num_corrupt=1)
             tier.forget([key])

@@ -4,6 +4,7 @@
     checksum     16 bytes, blake2b of what follows
     safetensors  tokens, target.keys, target.values and, if there, draft.keys, draft.values
 
+The tensors may be compressed (`compression.py`); the header, which can be read alone, says how.
 Both planes are one record, so no store can keep half of a block. A record names the key it was
 stored under: one that lies under another key is as damaged as one with a flipped bit.
 """
@@ -21,18 +22,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from draftwood.errors import MissingExtraError
 from draftwood.kv.pool import KVSpec, Plane
+from draftwood.kv.tiers.compression import CompressionError, pack, unpack
 
 MAGIC = b"draftwood-kv-v1\n"
 HEAD_BYTES = 4096
 """So many bytes of a record hold all that `peek` needs."""
 
 _DIGEST_BYTES = 16
+_KV = ("keys", "values")
 _START = len(MAGIC) + _DIGEST_BYTES
 
 
 class RecordError(ValueError):
     """Bytes that are no record, or not the one that was asked for."""
+
+
+class UnreadableError(RecordError):
+    """A sound record, for which a package is missing here: others can read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +92,28 @@ class Labels:
     Attributes:
         model: the target's name, for people.
         draft: identity of the draft model whose KV is in the draft part; "" for none.
+        compression: how the tensors are stored; see `compression.py`.
     """
 
     model: str = ""
     draft: str = ""
+    compression: str = "none"
 
 
 def encode(key: bytes, block: Block, labels: Labels) -> bytes:
     """The record of a block, to be stored under `key`."""
     tensors = {"tokens": torch.tensor(block.tokens, dtype=torch.int64)}
+    draft = labels.draft if block.draft is not None else ""
+    facts = {"key": key.hex(), "model": labels.model, "draft": draft}
+    if labels.compression != "none":
+        facts["compression"] = labels.compression
     for name, part in (("target", block.target), ("draft", block.draft)):
         if part is not None:
-            tensors |= {f"{name}.keys": part.keys, f"{name}.values": part.values}
-    draft = labels.draft if block.draft is not None else ""
-    body = save(tensors, {"key": key.hex(), "model": labels.model, "draft": draft})
+            for kind, kv in (("keys", part.keys), ("values", part.values)):
+                packed, more = pack(f"{name}.{kind}", kv, labels.compression)
+                tensors |= packed
+                facts |= more
+    body = save(tensors, facts)
     return b"".join((MAGIC, _digest(body), body))
 
 
@@ -106,18 +122,23 @@ def decode(key: bytes, record: bytes) -> tuple[Block, Labels]:
 
     Raises:
         RecordError: it is damaged, of another format, or was stored under another key.
+        UnreadableError: the package that compressed it is not installed here.
     """
     check(key, record)
+    labels, facts = peek(record), _metadata(record)
     try:
         tensors = load(record[_START:])
-        target = PlaneKV(tensors["target.keys"], tensors["target.values"])
-        draft = None
-        if "draft.keys" in tensors:
-            draft = PlaneKV(tensors["draft.keys"], tensors["draft.values"])
+        parts = [
+            PlaneKV(*(unpack(f"{name}.{kind}", tensors, facts, labels.compression) for kind in _KV))
+            for name in ("target", "draft")
+            if f"{name}.keys" in tensors or name == "target"
+        ]
         tokens = tuple(tensors["tokens"].tolist())
-    except (SafetensorError, KeyError) as error:
+    except MissingExtraError as error:
+        raise UnreadableError(str(error)) from error
+    except (SafetensorError, KeyError, CompressionError) as error:
         raise RecordError(f"not a block: {error}") from error
-    return Block(tokens, target, draft), peek(record)
+    return Block(tokens, *parts), labels
 
 
 def check(key: bytes, record: bytes) -> None:
@@ -141,7 +162,8 @@ def peek(head: bytes) -> Labels:
         RecordError: it is no record.
     """
     metadata = _metadata(head)
-    return Labels(str(metadata.get("model", "")), str(metadata.get("draft", "")))
+    compression = str(metadata.get("compression", "none"))
+    return Labels(str(metadata.get("model", "")), str(metadata.get("draft", "")), compression)
 
 
 def has_draft(head: bytes) -> bool:
