@@ -164,6 +164,10 @@ def _points(record: RecordFile) -> Iterator[Derived]:
         fields = ("perplexity", "reference_perplexity", "perplexity_change", "divergence")
         of = {TEXT: str(row["text"])}
         yield from _numbers(of, [row[field] for field in (*fields, "same_choice", "num_tokens")])
+    for row in record.of("layout"):
+        of = {CONTENDER: str(row["layout"]), AT_ONCE: str(row["concurrency"])}
+        yield from _numbers({**of, UNIT: SPEED}, [row["tokens_per_s"]])
+        yield from _numbers({}, [row["concurrency"], row["num_requests"]])
     for row in record.of("mlperf"):
         of = {CONTENDER: str(row["contender"]), KIND: str(row["scenario"])}
         yield from _numbers(of, row["metrics"].values())
