@@ -52,6 +52,7 @@ def points(record: RecordFile) -> Iterator[Derived]:
     yield from _load(record.of("load"), record.of("load_ratio"))
     yield from _scale(record.of("scale"))
     yield from _lossless(record.of("difference_rate"))
+    yield from _layouts(record.of("layout"))
 
 
 def _cost(rows: Sequence[Row]) -> Iterator[Derived]:
@@ -170,6 +171,13 @@ def _lossless(rows: Sequence[Row]) -> Iterator[Derived]:
         yield from numbers(of, [row["rate"], row["rate_below"], row["temperature"]])
     for field in counts:
         yield from numbers({}, [sum(row[field] for row in rows)])
+
+
+def _layouts(rows: Sequence[Row]) -> Iterator[Derived]:
+    for row in rows:
+        of = {CONTENDER: str(row["layout"]), AT_ONCE: str(row["concurrency"])}
+        yield from numbers({**of, UNIT: SPEED}, [row["tokens_per_s"]])
+        yield from numbers({}, [row["concurrency"], row["num_requests"]])
 
 
 def _estimate(of: dict[str, str], one: dict[str, Any] | None) -> list[Derived]:

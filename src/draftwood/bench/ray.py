@@ -41,16 +41,15 @@ class LayoutPoint:
 
 
 def layouts(replicas: Sequence[int], draft: str | None) -> dict[str, tuple[str, ...]]:
-    """Options of `draftwood serve` by the name of a layout; with a draft model, each with it."""
+    """Options of `draftwood serve` by the name of a layout; with a draft model, all have it."""
     found: dict[str, tuple[str, ...]] = {}
     drafts = ("--draft", draft) if draft else ()
-    tail = f", draft {draft}" if draft else ""
-    found[f"one process{tail}"] = drafts
+    found["one process"] = drafts
     for count in replicas:
         plural = "s" if count > 1 else ""
-        found[f"{count} replica{plural}{tail}"] = ("--ray", "--replicas", str(count), *drafts)
+        found[f"{count} replica{plural}"] = ("--ray", "--replicas", str(count), *drafts)
         if draft:
-            found[f"{count} replica{plural} and a draft actor{tail}"] = (
+            found[f"{count} replica{plural}, draft actor"] = (
                 *("--ray", "--replicas", str(count), *drafts),
                 *("--draft-actors", "1"),
             )
@@ -81,8 +80,9 @@ def compare(
     with ExitStack() as stack:
         urls = {name: stack.enter_context(served(model, given)) for name, given in options.items()}
         for block in range(plan.num_blocks):
+            asked = _others(prompts, block * plan.num_requests)
             for name in list(urls)[:: 1 if block % 2 == 0 else -1]:
-                for point in measure(Target.of(urls[name], None), prompts, one_block).points:
+                for point in measure(Target.of(urls[name], None), asked, one_block).points:
                     blocks.setdefault((name, point.concurrency), []).append(point)
                     on_block(name, point)
     return [
@@ -93,6 +93,15 @@ def compare(
             tuple(point.tokens_per_s for point in points),
         )
         for (name, _), points in sorted(blocks.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _others(prompts: Sequence[BenchPrompt], start: int) -> list[BenchPrompt]:
+    """The prompts from another place on, and none of them word for word as in other blocks."""
+    place = start % len(prompts)
+    return [
+        replace(prompt, turns=(f"{start}. {prompt.turns[0]}", *prompt.turns[1:]))
+        for prompt in (*prompts[place:], *prompts[:place])
     ]
 
 
