@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Generator
@@ -75,6 +76,17 @@ def _no_cost_tables_in_the_users_cache(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftwood.engine.costs.cache_dir", lambda: folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Generator[None, None, None]:
+    """A command that serves sets up the process's log; the next test has another stderr."""
+    loggers = [logging.getLogger(name) for name in ("draftwood", "uvicorn", "opentelemetry")]
+    before = [(list(one.handlers), one.level, one.propagate) for one in loggers]
+    yield
+    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
 
 
 @pytest.fixture(scope="session")

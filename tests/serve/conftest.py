@@ -91,9 +91,14 @@ class Live:
         finally:
             connection.close()
 
+    def _rests(self) -> bool:
+        """Whether the engine has nothing to do; while it is being replaced there is none."""
+        engine = getattr(self.llm, "engine", None)
+        return engine is not None and not engine.has_work
+
     def assert_idle(self) -> None:
         """Nothing waits or runs, and every block of KV is free or kept for reuse only."""
-        assert wait_until(lambda: self.worker.num_open == 0 and not self.llm.engine.has_work)
+        assert wait_until(lambda: self.worker.num_open == 0 and self._rests())
         held = self.llm.pool.num_blocks - self.llm.pool.num_free
         assert held == len(self.llm.engine.prefix)
         self.llm.pool.check()

@@ -57,7 +57,10 @@ def test_a_plain_server_gets_the_same_texts_without_the_field(
     """One server stands for both; what each is asked differs in nothing."""
     asked: list[tuple[str | None, dict[str, Any]]] = []
 
-    async def spy(target: Target, method: str, path: str, body: dict[str, Any]) -> Timed:
+    async def spy(
+        target: Target, method: str, path: str, body: dict[str, Any], request_id: str | None
+    ) -> Timed:
+        assert request_id is None
         asked.append((target.key, body))
         return await ask(target, method, path, body)
 

@@ -16,11 +16,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftwood.draft.base import Drafter
+from draftwood.engine.checkpoint import CheckpointStats
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import MissingExtraError
 from draftwood.sampling import SamplingParams
 from draftwood.serve.families import round_buckets
+from draftwood.serve.held import RecoveryCounts
 from draftwood.serve.metrics import Metrics
+from draftwood.serve.recovery_gauges import RecoveryCollector
 from tests.tiny import TinyLLM, bushy_drafter, random_prompts, run_until, tiny_llm
 
 MODEL = "tiny"
@@ -397,15 +400,31 @@ def renamed(tree: Any, salt: int) -> Any:
     return type(tree)(tree.tokens, tree.parents, tree.scores, names)
 
 
+class Kept:
+    """What a server with checkpoints has counted: nothing."""
+
+    counts = RecoveryCounts()
+    stats = CheckpointStats()
+
+    def size(self) -> tuple[int, int]:
+        """Requests and bytes."""
+        return 0, 0
+
+
 def test_every_metric_is_in_the_documentation() -> None:
     """docs/metrics.md names each of them, and no vllm: or draftwood: metric that is not there."""
     llm = bushy()
     metrics = watched(llm)
     run(llm, metrics, random_prompts([9], vocab_size=8), long())
     text = Path("docs/metrics.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `((?:vllm|draftwood):[a-z0-9_]+)", text, re.MULTILINE))
+    cells = re.findall(r"^\| (`(?:vllm|draftwood):[^|]*)\|", text, re.MULTILINE)
+    documented = {name for cell in cells for name in re.findall(r"`([a-z]+:[a-z0-9_]+)", cell)}
     names = set()
-    for name, family in Scrape(metrics).families.items():
+    families = {
+        **Scrape(metrics).families,
+        **{family.name: family for family in RecoveryCollector("m", Kept()).collect()},
+    }
+    for name, family in families.items():
         if name.startswith(("vllm:", "draftwood:")) and not name.endswith("_created"):
             names.add(f"{name}_total" if family.type == "counter" else name)
     assert documented == names

@@ -30,6 +30,8 @@ _PATHS = [
 ]
 
 
+# Threads of other tests draw from the global generator, and hypothesis takes that for ours.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @pytest.mark.parametrize(
     ("path", "method", "mode"),
     [
