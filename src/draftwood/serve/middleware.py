@@ -38,7 +38,7 @@ class Note:
         caller: who sent it.
         owner, chose_id: see `Caller`.
         facts: for its log line.
-        responder: who writes the response, once it is known to be sound.
+        responder: who writes the response, for its span; None where there is none.
     """
 
     caller: str = ""

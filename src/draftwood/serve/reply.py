@@ -25,7 +25,8 @@ async def respond(
     """The whole answer, or its pieces as they come; 204 where the reader has had all of them."""
     responder = await unless_gone(request.receive, start)
     request.state.note.facts["id"] = responder.id
-    request.state.note.responder = responder
+    if getattr(request.state, "traced", False):  # who then lets go of it
+        request.state.note.responder = responder
     if stream and responder.has_all:
         _finish(request, responder)
         return Response(status_code=204)

@@ -180,6 +180,7 @@ class Traced:
             return
         span = self._tracing.begin(scope)
         state = scope.setdefault("state", {})
+        state["traced"] = True
         if span.get_span_context().is_valid:
             state["trace_id"] = f"{span.get_span_context().trace_id:032x}"
         status: int | None = None
@@ -194,6 +195,9 @@ class Traced:
             await self._app(scope, receive, sent)
         finally:
             self._tracing.end(span, status, state)
+            # A connection that is kept open keeps its last request's state.
+            if (note := state.get("note")) is not None:
+                note.responder = None
 
 
 def _sequences(responder: Responder) -> Iterator[Sequence]:
