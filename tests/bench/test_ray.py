@@ -9,7 +9,7 @@ import pytest
 
 from draftwood.bench import ray as measuring
 from draftwood.bench.data import BenchPrompt
-from draftwood.bench.serve import LoadPlan, LoadPoint
+from draftwood.bench.serve import Load, LoadPlan, LoadPoint
 from draftwood.bench.sse import Target
 
 
@@ -32,11 +32,11 @@ def test_blocks_take_turns_and_no_prompt_comes_twice(monkeypatch: pytest.MonkeyP
     def served(model: str, options: Sequence[str]) -> Iterator[str]:
         yield f"http://127.0.0.1:{len(options)}"
 
-    def measure(target: Target, prompts: Sequence[BenchPrompt], plan: LoadPlan) -> list[LoadPoint]:
+    def measure(target: Target, prompts: Sequence[BenchPrompt], plan: LoadPlan) -> Load:
         seen.append((target.port, [prompt.turns[0] for prompt in prompts]))
         nothing = dict.fromkeys(LoadPoint.__dataclass_fields__)
         speed = {"concurrency": 4, "tokens_per_s": float(len(seen)), "num_requests": 2}
-        return [LoadPoint(**{**nothing, **speed, "num_failed": 1})]  # type: ignore[arg-type]
+        return Load([LoadPoint(**{**nothing, **speed, "num_failed": 1})], [])  # type: ignore[arg-type]
 
     monkeypatch.setattr(measuring, "served", served)
     monkeypatch.setattr(measuring, "measure", measure)
